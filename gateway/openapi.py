@@ -7,7 +7,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from tokenbus.gateway.dialects import DIALECTS
-from tokenbus.gateway.openai import fields
+from tokenbus.gateway.openai import fields, sampling_fields
 from tokenbus.gateway.serving.dialect import ApiEndpoint, Dialect, Resource
 from tokenbus.protocol.wire import internal, limits, messages, params
 
@@ -19,7 +19,7 @@ _RANGES = (
     | dict(params.ranges_of(internal.Embed))
     | dict(params.ranges_of(messages.RerankRequest))
     | {
-        "n": params.Range(1, fields.MAX_CHOICES),
+        "n": params.Range(1, sampling_fields.MAX_CHOICES),
         "top_logprobs": params.Range(0, limits.MAX_LOGPROBS),
         "max_completion_tokens": params.COUNT,
     }
@@ -78,6 +78,10 @@ def document(version: str) -> Json:
     for endpoint in {one.body: one for dialect in DIALECTS for one in dialect.endpoints}.values():
         schema = _schema(endpoint.body, refs, components)
         _narrow(schema, endpoint.required, endpoint.may_be_empty, endpoint.one_of)
+        for name, unserved in endpoint.unserved.items():
+            values = [one for one in unserved.harmless if one is not None]
+            kinds: list[Json] = [{"enum": values}] if values else []
+            schema["properties"][name] = {_ANY_OF: [*kinds, {"type": "null"}], "default": None}
     for body in {one.body for one, _ in resources if one.body is not None}:
         _narrow(_schema(body, refs, components), ("model",))
     return {

@@ -17,7 +17,7 @@ from tokenbus.gateway.serving.answer_events import (
     PartGrew,
     PartKind,
     PartStarted,
-    PromptSeen,
+    PromptComputed,
 )
 from tokenbus.gateway.serving.dialect import ResponseHead, loading_comment
 from tokenbus.protocol.wire import messages
@@ -37,7 +37,7 @@ class MessageEncoder:
 
     def __init__(self, head: ResponseHead) -> None:
         self._head = head
-        self._prompt = PromptSeen(0, 0)
+        self._prompt = PromptComputed(0, 0, 0)
         self._has_started = False
 
     def encode(self, choice: int, events: Sequence[AnswerEvent]) -> list[bytes]:
@@ -45,7 +45,7 @@ class MessageEncoder:
         encoded: list[schemas.StreamEvent] = []
         for event in events:
             match event:
-                case PromptSeen():
+                case PromptComputed():
                     self._prompt = event
                 case PartStarted(part):
                     encoded.append(schemas.ContentBlockStart(index=part.index, content_block=_empty_block(part)))

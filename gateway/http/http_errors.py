@@ -41,7 +41,7 @@ class ErrorResponse(NamedTuple):
 ErrorT = TypeVar("ErrorT", errors.Error, ErrorResponse)
 NameOf = Callable[[str], str]
 """Returns an API's name for a wire field."""
-_FIELD = re.compile(r"\w+")
+_END = re.compile(r"$|[.\[]")
 
 
 class ApiError(Exception):
@@ -89,12 +89,13 @@ def renaming(name_of: NameOf) -> Iterator[None]:
 
 
 def by_field(names: Mapping[str, str]) -> NameOf:
-    """Returns a function that translates the name of a field, or of a part of one, into an API's. `names` has those
-    that differ."""
+    """Returns a function that translates the path of a field, or of a part of one, into an API's. `names` has the paths
+    that differ; of several that fit the longest counts."""
+    longest_first = sorted(names, key=len, reverse=True)
 
     def name_of(param: str) -> str:
-        field = _FIELD.match(param)
-        return param if field is None else names.get(field[0], field[0]) + param[field.end() :]
+        known = next((one for one in longest_first if param.startswith(one) and _END.match(param, len(one))), "")
+        return names[known] + param[len(known) :] if known else param
 
     return name_of
 

@@ -7,9 +7,11 @@ from typing import Any
 from msgspec import UNSET
 
 from tokenbus.gateway.http import http_errors
-from tokenbus.gateway.openai import schemas
+from tokenbus.gateway.openai import other_names, schemas
 from tokenbus.gateway.openai.choices import ChoicesEncoder, encode_logprobs
-from tokenbus.gateway.openai.fields import ReasoningWishes, RequestedReasoning, SamplingFields, read_wishes
+from tokenbus.gateway.openai.fields import ReasoningWishes, RequestedReasoning, read_wishes
+from tokenbus.gateway.openai.other_names import ThinkingSwitch
+from tokenbus.gateway.openai.sampling_fields import SamplingFields
 from tokenbus.gateway.serving import conversation
 from tokenbus.gateway.serving.answer_events import (
     AnswerEnded,
@@ -19,12 +21,16 @@ from tokenbus.gateway.serving.answer_events import (
     PartGrew,
     PartKind,
     PartStarted,
+    PromptComputed,
+    TokensCounted,
     TokensSampled,
 )
-from tokenbus.gateway.serving.dialect import ApiEndpoint, ParsedGeneration, RequestHead
+from tokenbus.gateway.serving.dialect import ApiEndpoint, ParsedGeneration, RequestHead, UnservedField
 from tokenbus.protocol.wire import errors
 from tokenbus.protocol.wire import messages as wire
 from tokenbus.protocol.wire.checks import validation
+
+_SWITCHES = {"enabled": True, "disabled": False}
 
 
 class OpenAIChatMessage(wire.ChatMessage, frozen=True, kw_only=True, omit_defaults=True):
@@ -63,6 +69,44 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
     thinking_budget_tokens: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     """Not OpenAI's; has the same meaning as on the wire."""
+    enable_thinking: bool | None = None
+    """Qwen's: the variable of this name of the chat template."""
+    thinking: ThinkingSwitch | None = None
+    """DeepSeek's and Z.ai's form of the same."""
+    # Refused unless the value changes nothing: the endpoint says which.
+    functions: Any = None
+    function_call: Any = None
+    modalities: Any = None
+    audio: Any = None
+    web_search_options: Any = None
+    continue_final_message: Any = None
+    add_generation_prompt: Any = None
+    add_special_tokens: Any = None
+    chat_template: Any = None
+    documents: Any = None
+    echo: Any = None
+    include_reasoning: Any = None
+    reasoning_format: Any = None
+    parse_tool_calls: Any = None
+    mm_processor_kwargs: Any = None
+    media_io_kwargs: Any = None
+    safe_prompt: Any = None
+    prompt_mode: Any = None
+    guardrails: Any = None
+    return_prompt_text: Any = None
+
+    @property
+    def template_arguments(self) -> dict[str, Any] | None:
+        """The variables for the chat template that the body names. Raises RequestError for an unknown switch."""
+        kind, switch = self.thinking.type if self.thinking else None, self.enable_thinking
+        if kind is not None and kind != "auto":
+            if kind not in _SWITCHES:
+                raise errors.invalid_field(
+                    "thinking.type", f"must be {', '.join(_SWITCHES)} or auto, got {kind[:40]!r}"
+                )
+            switch = _SWITCHES[kind]
+        given = self.chat_template_kwargs
+        return given if switch is None else {"enable_thinking": switch} | (given or {})
 
 
 def read(chat: ChatRequest, head: RequestHead) -> ParsedGeneration:
@@ -71,8 +115,10 @@ def read(chat: ChatRequest, head: RequestHead) -> ParsedGeneration:
         raise errors.invalid_field("messages", "is required")
     if chat.top_logprobs is not None and not chat.logprobs:
         raise errors.invalid_field("top_logprobs", "needs logprobs: true")
+    if chat.tool_choice == {}:
+        raise errors.invalid_field("tool_choice", "must be auto, none, required or the name of a function, got {}")
     chat.check_answers()
-    wishes = read_wishes(chat, chat.reasoning, chat.chat_template_kwargs, chat.reasoning_effort)
+    wishes = read_wishes(chat, chat.reasoning, chat.template_arguments, chat.reasoning_effort)
     request = _to_wire(chat, chat.messages, wishes, head)
     name_of = conversation.given_names(
         _renamed(chat, wishes), num_joined=len(chat.messages) - len(request.messages or [])
@@ -82,9 +128,10 @@ def read(chat: ChatRequest, head: RequestHead) -> ParsedGeneration:
     return ParsedGeneration(
         model=head.model,
         requests=(request,),
-        encoder=functools.partial(ChunkEncoder, n=chat.num_answers, include_usage=chat.includes_usage),
+        encoder=functools.partial(ChunkEncoder, n=chat.num_answers, form=chat.stream_form),
         stream=bool(chat.stream),
         n=chat.num_answers,
+        counts_tokens=chat.stream_form.continuous_usage,
         name_of=name_of,
     )
 
@@ -127,9 +174,14 @@ class ChunkEncoder(ChoicesEncoder):
     def encode(self, choice: int, events: Sequence[AnswerEvent]) -> list[bytes]:
         """Returns the events of one chunk of an answer."""
         deltas: list[schemas.ChunkChoice] = []
+        progress: list[bytes] = []
         logprobs: schemas.ChoiceLogprobs | None = None
         for event in events:
             match event:
+                case PromptComputed() | TokensCounted():
+                    self._note(choice, event)
+                    if isinstance(event, PromptComputed):
+                        progress = self._progress(_choice(choice, schemas.ChoiceDelta()), event)
                 case TokensSampled():
                     logprobs = _logprobs_of(event.logprobs)
                 case PartStarted(part) if part.kind is PartKind.TOOL_CALL:
@@ -156,7 +208,7 @@ class ChunkEncoder(ChoicesEncoder):
             self._started.add(choice)
             # OpenAI's first chunk has the role but no text.
             deltas.insert(0, _choice(choice, schemas.ChoiceDelta(role="assistant", content="")))
-        return [self._event([one]) for one in deltas]
+        return progress + [self._event([one]) for one in deltas]
 
     def whole(self, answers: Sequence[AnswerEventReader]) -> bytes:
         """Returns the JSON body of a chat completion."""
@@ -171,6 +223,41 @@ ENDPOINT = ApiEndpoint(
     response=schemas.ChatCompletion,
     event=schemas.ChatCompletionChunk,
     required=("messages",),
+    unserved=other_names.UNSERVED
+    | {
+        "functions": UnservedField("use tools", (None, [])),
+        "function_call": UnservedField("use tool_choice", (None, "auto", "none")),
+        "modalities": UnservedField("only text is served", (None, [], ["text"])),
+        "audio": UnservedField("only text is served"),
+        "web_search_options": UnservedField("the model has no access to the web"),
+        "continue_final_message": UnservedField("answers begin a new message", (None, False)),
+        "add_generation_prompt": UnservedField("answers begin a new message", (None, True)),
+        "add_special_tokens": UnservedField("the chat template writes them", (None, False)),
+        "chat_template": UnservedField("only the model's own is served"),
+        "documents": UnservedField("give them to the template: chat_template_kwargs", (None, [])),
+        "echo": UnservedField("answers don't repeat the conversation", (None, False)),
+        "include_reasoning": UnservedField("reasoning is always part of the response", (None, True)),
+        "reasoning_format": UnservedField(
+            "reasoning is told apart from the answer", (None, "auto", "deepseek", "deepseek-legacy", "parsed")
+        ),
+        "parse_tool_calls": UnservedField("calls are told apart from the answer", (None, True)),
+        "mm_processor_kwargs": UnservedField("only text is served", (None, {})),
+        "media_io_kwargs": UnservedField("only text is served", (None, {})),
+        "safe_prompt": UnservedField("write a system message", (None, False)),
+        "prompt_mode": UnservedField("use reasoning_effort"),
+        "guardrails": UnservedField("there are none", (None, [])),
+        "return_prompt_text": UnservedField("prompts are not returned", (None, False)),
+    },
+    ignored=other_names.IGNORED
+    | {
+        "store": "chat completions are not stored, and clients are not told that they were",
+        "metadata": "the client's own notes",
+        "safety_identifier": "a name for abuse reports",
+        "prediction": "what a server guesses ahead with changes no answer",
+        "verbosity": "a hint that open models don't know",
+        "moderation": "a hint that open models don't know",
+        "provider": "a hint of where another server runs the request",
+    },
 )
 
 

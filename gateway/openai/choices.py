@@ -1,14 +1,20 @@
 """The form that chat completions and completions share: numbered choices, streamed or whole, with one usage."""
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
 from tokenbus.gateway.http.http_errors import ErrorResponse
 from tokenbus.gateway.openai import error_bodies, schemas
-from tokenbus.gateway.serving.answer_events import AnswerEventReader, total_usage
+from tokenbus.gateway.serving.answer_events import (
+    AnswerEvent,
+    AnswerEventReader,
+    PromptComputed,
+    TokensCounted,
+    total_usage,
+)
 from tokenbus.gateway.serving.dialect import ResponseHead, loading_comment
 from tokenbus.protocol.wire import messages
 
@@ -18,6 +24,20 @@ KEEP_ALIVE = b": still here\n\n"
 _encoder = msgspec.json.Encoder()
 
 
+class StreamForm(NamedTuple):
+    """Says what the events of a stream hold apart from choices."""
+
+    include_usage: bool = False
+    """An event before the end has the usage."""
+    continuous_usage: bool = False
+    """Every event has the usage so far."""
+    shows_progress: bool = False
+    """Events tell how much of the prompt is computed."""
+
+
+PLAIN = StreamForm()
+
+
 class ChoicesEncoder:
     """Encodes answers as choices; a subclass makes them from the answers' events."""
 
@@ -25,18 +45,21 @@ class ChoicesEncoder:
     event_type: ClassVar[type[Any]]
     response_type: ClassVar[type[Any]]
 
-    def __init__(self, head: ResponseHead, *, n: int = 1, include_usage: bool = False) -> None:
+    def __init__(self, head: ResponseHead, *, n: int = 1, form: StreamForm = PLAIN) -> None:
         self._id = self.id_prefix + head.request_id
         self._head = head
         self._n = n
-        self._include_usage = include_usage
+        self._form = form
         self._started: set[int] = set()
         self._usages: dict[int, messages.Usage] = {}
+        self._prompts: dict[int, PromptComputed] = {}
+        self._counts: dict[int, int] = {}
+        """Sampled tokens so far, by choice; only if every event has the usage."""
 
     def end(self) -> list[bytes]:
         """Returns the usage, if requested, and `[DONE]`."""
         usage = encode_usage(total_usage(self._usages, self._n))
-        return [self._event([], usage), DONE] if self._include_usage and usage else [DONE]
+        return [self._event([], usage), DONE] if self._form.include_usage and usage else [DONE]
 
     def fail(self, error: ErrorResponse) -> list[bytes]:
         """Returns the error as an event, and `[DONE]`."""
@@ -46,16 +69,55 @@ class ChoicesEncoder:
         """Returns a comment."""
         return loading_comment(load_progress) + KEEP_ALIVE
 
+    def _note(self, choice: int, event: AnswerEvent) -> None:
+        """Remembers what an event says about tokens."""
+        if isinstance(event, PromptComputed):
+            self._prompts[choice] = event
+        elif isinstance(event, TokensCounted):
+            self._counts[choice] = event.completion_tokens
+
+    def _progress(self, empty: Any, prompt: PromptComputed) -> list[bytes]:
+        """Returns an event, whose choice is empty, about a prompt's progress, if these are shown."""
+        if not self._form.shows_progress:
+            return []
+        progress = schemas.ReportedProgress(
+            total=prompt.prompt_tokens,
+            cache=prompt.cached_tokens,
+            processed=prompt.processed_tokens,
+            time_ms=round(1e3 * self._head.age_s()),
+        )
+        return [b"data: %b\n\n" % self._encode(self.event_type, [empty], UNSET, prompt_progress=progress)]
+
     def _event(self, choices: list[Any], usage: schemas.CompletionUsage | None = None) -> bytes:
-        return b"data: %b\n\n" % self._encode(self.event_type, choices, usage if self._include_usage else UNSET)
+        if self._form.continuous_usage and choices:
+            usage = self._usage_so_far(choices[0].index)
+        is_shown = self._form.include_usage or self._form.continuous_usage
+        return b"data: %b\n\n" % self._encode(self.event_type, choices, usage if is_shown else UNSET)
+
+    def _usage_so_far(self, choice: int) -> schemas.CompletionUsage | None:
+        prompt, count = self._prompts.get(choice), self._counts.get(choice, 0)
+        if prompt is None:
+            return None
+        return encode_usage(
+            messages.Usage(
+                prompt_tokens=prompt.prompt_tokens,
+                completion_tokens=count,
+                total_tokens=prompt.prompt_tokens + count,
+                cached_tokens=prompt.cached_tokens,
+            )
+        )
 
     def _response(self, choices: list[Any], answers: Sequence[AnswerEventReader]) -> bytes:
         usages = {number: one.end.usage for number, one in enumerate(answers) if one.end and one.end.usage}
         return self._encode(self.response_type, choices, encode_usage(total_usage(usages, self._n)))
 
-    def _encode(self, form: type[Any], choices: list[Any], usage: schemas.CompletionUsage | UnsetType | None) -> bytes:
+    def _encode(
+        self, form: type[Any], choices: list[Any], usage: schemas.CompletionUsage | UnsetType | None, **more: Any
+    ) -> bytes:
         head = self._head
-        return _encoder.encode(form(id=self._id, created=head.created, model=head.model, choices=choices, usage=usage))
+        return _encoder.encode(
+            form(id=self._id, created=head.created, model=head.model, choices=choices, usage=usage, **more)
+        )
 
 
 def encode_usage(usage: messages.Usage | None) -> schemas.CompletionUsage | None:

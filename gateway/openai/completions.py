@@ -2,22 +2,25 @@
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
 from tokenbus.gateway.http import http_errors
-from tokenbus.gateway.openai import schemas
-from tokenbus.gateway.openai.choices import ChoicesEncoder
-from tokenbus.gateway.openai.fields import SamplingFields
+from tokenbus.gateway.openai import other_names, schemas
+from tokenbus.gateway.openai.choices import PLAIN, ChoicesEncoder, StreamForm
+from tokenbus.gateway.openai.sampling_fields import SamplingFields
 from tokenbus.gateway.serving.answer_events import (
     AnswerEnded,
     AnswerEvent,
     AnswerEventReader,
     PartGrew,
+    PromptComputed,
+    TokensCounted,
     TokensSampled,
 )
-from tokenbus.gateway.serving.dialect import ApiEndpoint, ParsedGeneration, RequestHead, ResponseHead
+from tokenbus.gateway.serving.dialect import ApiEndpoint, ParsedGeneration, RequestHead, ResponseHead, UnservedField
 from tokenbus.protocol.wire import errors
 from tokenbus.protocol.wire import messages as wire
 from tokenbus.protocol.wire.checks import validation
@@ -36,6 +39,10 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
     echo: bool | None = None
     logprobs: int | None = None
     best_of: int | None = None
+    add_special_tokens: Any = None
+    """Refused unless true."""
+    prompt_embeds: Any = None
+    """Refused."""
 
 
 class Logprobs(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,6 +75,8 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     choices: list[CompletionChoice]
     usage: schemas.CompletionUsage | UnsetType | None = UNSET
     """In a stream only if requested: null, until the numbers follow in a separate event at the end."""
+    prompt_progress: schemas.ReportedProgress | UnsetType = UNSET
+    """In events about the prompt's progress, if requested."""
 
 
 def read(asked: CompletionRequest, head: RequestHead) -> ParsedGeneration:
@@ -86,9 +95,10 @@ def read(asked: CompletionRequest, head: RequestHead) -> ParsedGeneration:
     return ParsedGeneration(
         model=head.model,
         requests=requests,
-        encoder=functools.partial(CompletionEncoder, n=n, echoed=echoed, include_usage=asked.includes_usage),
+        encoder=functools.partial(CompletionEncoder, n=n, echoed=echoed, form=asked.stream_form),
         stream=bool(asked.stream),
         n=n,
+        counts_tokens=asked.stream_form.continuous_usage,
         name_of=http_errors.by_field({"token_ids": "prompt"}),
     )
 
@@ -129,7 +139,7 @@ def _to_wire(
     asked: CompletionRequest, prompt: str | list[int], session: str | None, request_id: str
 ) -> wire.GenerateRequest:
     common = asked.to_wire(session)
-    if asked.max_tokens is None:
+    if common["max_tokens"] is None:
         common["max_tokens"] = DEFAULT_MAX_TOKENS
     return wire.GenerateRequest(
         id=request_id,
@@ -147,9 +157,9 @@ class CompletionEncoder(ChoicesEncoder):
     id_prefix = "cmpl-"
     event_type = response_type = Completion
 
-    def __init__(self, head: ResponseHead, *, n: int, echoed: Sequence[str], include_usage: bool) -> None:
+    def __init__(self, head: ResponseHead, *, n: int, echoed: Sequence[str], form: StreamForm = PLAIN) -> None:
         """`echoed` has the text to put before the answers to each prompt."""
-        super().__init__(head, n=n, include_usage=include_usage)
+        super().__init__(head, n=n, form=form)
         self._echoed = echoed
         self._offsets: dict[int, int] = {}
         """The number of characters in each answer's tokens so far."""
@@ -157,8 +167,13 @@ class CompletionEncoder(ChoicesEncoder):
     def encode(self, choice: int, events: Sequence[AnswerEvent]) -> list[bytes]:
         """Returns the events of one chunk of an answer."""
         text, logprobs, reason = "", None, None
+        progress: list[bytes] = []
         for event in events:
             match event:
+                case PromptComputed() | TokensCounted():
+                    self._note(choice, event)
+                    if isinstance(event, PromptComputed):
+                        progress = self._progress(CompletionChoice(text="", index=choice, finish_reason=None), event)
                 case TokensSampled():
                     offset = self._offsets.get(choice, 0)
                     logprobs = _logprobs_of(event.logprobs, offset)
@@ -172,11 +187,12 @@ class CompletionEncoder(ChoicesEncoder):
                 case _:
                     pass
         if not text and logprobs is None and reason is None:
-            return []
+            return progress
         if choice not in self._started:
             self._started.add(choice)
             text = self._echoed[choice // self._n] + text
-        return [self._event([CompletionChoice(text=text, index=choice, logprobs=logprobs, finish_reason=reason)])]
+        made = CompletionChoice(text=text, index=choice, logprobs=logprobs, finish_reason=reason)
+        return [*progress, self._event([made])]
 
     def whole(self, answers: Sequence[AnswerEventReader]) -> bytes:
         """Returns the JSON body of a whole response."""
@@ -200,6 +216,12 @@ ENDPOINT = ApiEndpoint(
     response=Completion,
     event=Completion,
     required=("prompt",),
+    unserved=other_names.UNSERVED
+    | {
+        "add_special_tokens": UnservedField("use token ids", (None, True)),
+        "prompt_embeds": UnservedField("prompts are texts or token ids"),
+    },
+    ignored=other_names.IGNORED | {"thinking_token_budget": "completions have no reasoning"},
 )
 
 

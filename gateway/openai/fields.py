@@ -8,9 +8,6 @@ from tokenbus.protocol.wire import errors, limits, reasoning
 from tokenbus.protocol.wire import messages as wire
 from tokenbus.protocol.wire.params import Range
 
-MAX_CHOICES = 128
-"""OpenAI's limit on `n`."""
-
 _RETENTIONS = {
     "in_memory": wire.CacheControl(),
     "in-memory": wire.CacheControl(),
@@ -39,11 +36,6 @@ _SAME_ON_THE_WIRE = (
     "stop_token_ids",
 )
 """Fields with the same name and meaning as on the wire."""
-
-
-class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
-    include_usage: bool | None = None
-    """Adds an event with the usage before the end."""
 
 
 class CommonFields(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,36 +86,6 @@ class CommonFields(msgspec.Struct, frozen=True, kw_only=True):
             "session_id": self.session_id or self.prompt_cache_key or session,
             "priority": _PRIORITIES.get(self.service_tier or "") if self.priority is None else self.priority,
         }
-
-
-class SamplingFields(CommonFields, frozen=True, kw_only=True):
-    """The fields common to chat completions and completions. The Responses API has others instead."""
-
-    max_tokens: int | None = None
-    n: int | None = None
-    stream_options: StreamOptions | None = None
-    response_format: wire.ResponseFormat | None = None
-
-    def check_answers(self) -> None:
-        """Checks fields without a counterpart on the wire. Raises RequestError."""
-        if self.n is not None and not 1 <= self.n <= MAX_CHOICES:
-            raise errors.invalid_field("n", f"must be 1 to {MAX_CHOICES}, got {self.n}")
-        if self.stream_options is not None and not self.stream:
-            raise errors.invalid_field("stream_options", "needs stream: true")
-
-    @property
-    def num_answers(self) -> int:
-        """The number of answers to each prompt."""
-        return 1 if self.n is None else self.n
-
-    @property
-    def includes_usage(self) -> bool:
-        """Whether a stream ends with a usage event."""
-        return self.stream_options is not None and bool(self.stream_options.include_usage)
-
-    def to_wire(self, session: str | None) -> dict[str, Any]:
-        own = {"max_tokens": self.max_tokens, "response_format": self.response_format}
-        return super().to_wire(session) | own
 
 
 BUDGETS = ("thinking_token_budget", "reasoning_budget_tokens", "thinking_budget_tokens")

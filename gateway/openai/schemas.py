@@ -33,6 +33,18 @@ class CompletionUsage(msgspec.Struct, frozen=True, kw_only=True):
     completion_tokens_details: CompletionTokensDetails
 
 
+class ReportedProgress(msgspec.Struct, frozen=True, kw_only=True):
+    """The progress of a prompt's computation, in llama-server's form."""
+
+    total: int
+    cache: int
+    """Tokens that were cached."""
+    processed: int
+    """Tokens done so far, cached ones included."""
+    time_ms: int
+    """Since the request was received."""
+
+
 class TopLogprob(msgspec.Struct, frozen=True, kw_only=True):
     token: str
     logprob: float
@@ -130,3 +142,5 @@ class ChatCompletionChunk(msgspec.Struct, frozen=True, kw_only=True):
     choices: list[ChunkChoice]
     usage: CompletionUsage | UnsetType | None = UNSET
     """Only if requested: null, until the numbers follow in a separate event at the end."""
+    prompt_progress: ReportedProgress | UnsetType = UNSET
+    """In events about the prompt's progress, if requested."""

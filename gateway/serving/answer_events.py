@@ -42,11 +42,19 @@ class AnswerPart(msgspec.Struct, kw_only=True, eq=False):
         return "".join(self.pieces)
 
 
-class PromptSeen(NamedTuple):
-    """The worker has started the prompt."""
+class PromptComputed(NamedTuple):
+    """The worker has computed the prompt, or a part of it. Only if the request asked for its progress."""
 
     prompt_tokens: int
     cached_tokens: int
+    processed_tokens: int
+    """Tokens done so far, cached ones included."""
+
+
+class TokensCounted(NamedTuple):
+    """The number of sampled tokens so far. Only if the reader counts them."""
+
+    completion_tokens: int
 
 
 class TokensSampled(NamedTuple):
@@ -79,15 +87,16 @@ class AnswerEnded(NamedTuple):
     """Where the worker's time went."""
 
 
-AnswerEvent = PromptSeen | TokensSampled | PartStarted | PartGrew | PartEnded | AnswerEnded
+AnswerEvent = PromptComputed | TokensCounted | TokensSampled | PartStarted | PartGrew | PartEnded | AnswerEnded
 
 
 class AnswerEventReader:
     """Turns the chunks of one stream into events, and collects the parts."""
 
-    def __init__(self, *, keeps_logprobs: bool = True) -> None:
+    def __init__(self, *, keeps_logprobs: bool = True, counts_tokens: bool = False) -> None:
         """Log probabilities are kept only on request: a token's may take 10 KB, a thousand times its text."""
         self._keeps_logprobs = keeps_logprobs
+        self._counts_tokens = counts_tokens
         self.parts: list[AnswerPart] = []
         self.logprobs: list[messages.TokenLogprob] = []
         self.end: AnswerEnded | None = None
@@ -95,7 +104,6 @@ class AnswerEventReader:
         self._open: AnswerPart | None = None
         self._unplaced: list[messages.TokenLogprob] = []
         """Those of tokens that do not belong to a part yet."""
-        self._prompt_seen = False
 
     def __repr__(self) -> str:
         return f"<AnswerEventReader, {len(self.parts)} parts{', ended' if self.end else ''}>"
@@ -103,9 +111,11 @@ class AnswerEventReader:
     def read(self, chunk: messages.Chunk) -> list[AnswerEvent]:
         """Returns the events of the next chunk, as the client's `Stream` yields them: each once and in order."""
         events: list[AnswerEvent] = []
-        if chunk.progress and not self._prompt_seen:
-            self._prompt_seen = True
-            events.append(PromptSeen(chunk.progress.prompt_tokens, chunk.progress.cached_tokens))
+        if chunk.progress:
+            done = chunk.progress
+            events.append(PromptComputed(done.prompt_tokens, done.cached_tokens, done.processed_tokens))
+        if self._counts_tokens and chunk.tokens:
+            events.append(TokensCounted(chunk.offset + chunk.tokens))
         if chunk.logprobs:
             if self._keeps_logprobs:
                 self.logprobs += chunk.logprobs

@@ -60,6 +60,7 @@ async def generate(parsed: ParsedGeneration, endpoint: ApiEndpoint[Any], exchang
                     log,
                     streamed_errors=endpoint.streamed_errors,
                     keeps_logprobs=endpoint.repeats_logprobs,
+                    counts_tokens=parsed.counts_tokens,
                 )
             else:
                 await send_whole(answers, num_choices, encoder, writer, log)
@@ -102,10 +103,13 @@ async def send_stream(
     streamed_errors: frozenset[str] = frozenset(),
     *,
     keeps_logprobs: bool = False,
+    counts_tokens: bool = False,
 ) -> None:
     """Sends the answers as events. Raises ApiError if any of them fails before the first event, unless the error is to
     be streamed."""
-    readers = [AnswerEventReader(keeps_logprobs=keeps_logprobs) for _ in range(num_choices)]
+    readers = [
+        AnswerEventReader(keeps_logprobs=keeps_logprobs, counts_tokens=counts_tokens) for _ in range(num_choices)
+    ]
     num_open = num_choices
     sent_s = 0.0
     async for number, chunk in answers.chunks():

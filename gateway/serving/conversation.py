@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Mapping, Sequence
 
+from tokenbus.gateway.http import http_errors
 from tokenbus.protocol.wire import codec, errors, limits, messages
 
 _SESSION_HEADERS = ("x-claude-code-session-id", "session-id", "session_id", "x-session-id")
@@ -50,8 +51,10 @@ def given_names(renamed: Mapping[str, str], num_joined: int) -> Callable[[str], 
     `renamed` has the names that differ. The request has `num_joined` messages more than the normalized
     conversation."""
 
+    name_by_field = http_errors.by_field(renamed)
+
     def name_of(param: str) -> str:
-        param = renamed.get(param, param)
+        param = name_by_field(param)
         found = _MESSAGE.match(param)
         if found is None or not int(found[1]):
             return param

@@ -86,6 +86,8 @@ class ParsedGeneration(_Parsed, frozen=True, kw_only=True):
     """Whether the response is a stream of events."""
     n: int = 1
     """The number of answers to each prompt."""
+    counts_tokens: bool = False
+    """Whether the encoder needs the number of sampled tokens with each piece of a stream."""
 
 
 class ParsedCall(_Parsed, Generic[RequestT, ReplyT], frozen=True, kw_only=True):
@@ -157,6 +159,8 @@ class ApiEndpoint(Generic[BodyT]):
     one_of: tuple[str, ...] = ()
     """Lists of which exactly one is required, which may not be empty. `read` checks that."""
     unserved: Mapping[str, UnservedField] = dataclasses.field(default_factory=dict)
+    ignored: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Known fields that are not in the struct, since no value of them changes an answer; with the reason."""
     free_form: frozenset[str] = codec.FREE_FORM
     """Names of fields whose values are passed on as they are."""
     streamed_errors: frozenset[str] = frozenset()

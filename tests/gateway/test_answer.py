@@ -12,6 +12,7 @@ from tokenbus.gateway.admission.metrics import GatewayMetrics
 from tokenbus.gateway.http.http_errors import ApiError, ErrorResponse
 from tokenbus.gateway.http.response_writer import ResponseWriter
 from tokenbus.gateway.openai import chat
+from tokenbus.gateway.openai.choices import StreamForm
 from tokenbus.gateway.serving import answering
 from tokenbus.gateway.serving.dialect import ResponseHead
 from tokenbus.gateway.serving.request_log import RequestLog
@@ -69,7 +70,7 @@ async def events_of(*chunks: messages.Chunk, hold_s: float, streamed_errors: fro
 async def stream_to(
     peer: Peer, *chunks: messages.Chunk, hold_s: float, streamed_errors: frozenset[str] = frozenset()
 ) -> None:
-    choices, events = choices_over(*chunks), chat.ChunkEncoder(HEADING, include_usage=False)
+    choices, events = choices_over(*chunks), chat.ChunkEncoder(HEADING, form=StreamForm(include_usage=False))
     log, writer = RequestLog("r", GatewayMetrics()), ResponseWriter(peer.take, "r")
     await answering.send_stream(choices, 1, events, writer, log, hold_s, streamed_errors)
 
@@ -118,7 +119,7 @@ async def test_a_stream_that_outlives_its_worker_goes_on_in_the_same_response_an
     lost = chunk("", 1, messages.FinishReason.ERROR, error=errors.make_error(errors.Code.WORKER_LOST))
     end = codec.replace(chunk("b", 1, messages.FinishReason.STOP), id="again")
     choices = choices_over(HEAD, chunk("a", token_ids=[7]), lost, end)
-    events = chat.ChunkEncoder(HEADING, include_usage=False)
+    events = chat.ChunkEncoder(HEADING, form=StreamForm(include_usage=False))
     await answering.send_stream(choices, 1, events, ResponseWriter(peer.take, "r"), log)
     log.finished(peer.status)
     told = [json.loads(event.removeprefix(b"data: ")) for event in peer.body.split(b"\n\n")[:-2]]

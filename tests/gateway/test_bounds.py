@@ -124,8 +124,7 @@ def test_a_port_that_is_taken_is_one_line_that_says_what_to_do(base_url: str, sl
     port = str(urlsplit(base_url).port)
     (line,) = refused("gateway", "--nats", slow_url, "--port", port)
     assert line.endswith("pass --port 0 for a free port")
-    logs, line = refused("up", "--port", "0", "--json", "--gateway-port", port)
-    assert logs.startswith("starting; logs: ")
+    *_, line = refused("up", "--port", "0", "--json", "--gateway-port", port)
     assert line.endswith("pass --gateway-port 0 for a free port, or --no-gateway")
 
 

@@ -7,6 +7,7 @@ import msgspec
 
 from tokenbus.gateway.http import http_errors
 from tokenbus.gateway.openai import chat
+from tokenbus.gateway.openai.choices import StreamForm
 from tokenbus.gateway.serving.answer_events import AnswerEventReader
 from tokenbus.gateway.serving.dialect import ResponseHead
 from tokenbus.protocol.wire import errors, messages
@@ -28,7 +29,7 @@ def chunk(text: str = "", reason: messages.FinishReason | None = None, **fields:
 
 def events_of(*chunks: messages.Chunk, include_usage: bool = False) -> list[Any]:
     """The data of all events, as a client reads them."""
-    encoder = chat.ChunkEncoder(HEADING, include_usage=include_usage)
+    encoder = chat.ChunkEncoder(HEADING, form=StreamForm(include_usage=include_usage))
     reader = AnswerEventReader()
     encoded: list[bytes] = []
     for one in chunks:
@@ -172,7 +173,7 @@ def test_reasoning_is_apart_from_content() -> None:
 
 
 def test_several_answers_interleave_with_their_indices_and_their_usage_is_one() -> None:
-    encoder = chat.ChunkEncoder(HEADING, n=2, include_usage=True)
+    encoder = chat.ChunkEncoder(HEADING, n=2, form=StreamForm(include_usage=True))
     readers = [AnswerEventReader(), AnswerEventReader()]
     cached = msgspec.structs.replace(USAGE, cached_tokens=5, completion_tokens=7, total_tokens=12)
     encoded: list[bytes] = []
@@ -190,3 +191,31 @@ def test_several_answers_interleave_with_their_indices_and_their_usage_is_one() 
     assert [usage["usage"][key] for key in ("prompt_tokens", "completion_tokens", "total_tokens")] == [5, 10, 15]
     whole = json.loads(chat.ChunkEncoder(HEADING, n=2).whole(readers))
     assert [(one["index"], one["message"]["content"]) for one in whole["choices"]] == [(0, "ac"), (1, "b")]
+
+
+def test_every_event_has_the_usage_so_far_if_that_was_asked_for() -> None:
+    form = StreamForm(continuous_usage=True)
+    encoder, reader = chat.ChunkEncoder(HEADING, form=form), AnswerEventReader(counts_tokens=True)
+    progress = messages.Progress(prompt_tokens=9, processed_tokens=9, cached_tokens=4)
+    pieces = [
+        messages.Chunk(id="r", progress=progress),
+        messages.Chunk(id="r", offset=0, tokens=2, text="a"),
+        messages.Chunk(id="r", offset=2, tokens=1, text="b"),
+    ]
+    sent = [
+        json.loads(one.removeprefix(b"data: ")) for piece in pieces for one in encoder.encode(0, reader.read(piece))
+    ]
+    assert [one["choices"][0]["delta"].get("content") for one in sent] == ["", "a", "b"]
+    assert [one["usage"]["completion_tokens"] for one in sent] == [2, 2, 3]
+    assert sent[0]["usage"]["prompt_tokens"] == 9
+    assert sent[0]["usage"]["prompt_tokens_details"] == {"cached_tokens": 4}
+
+
+def test_the_prompts_progress_is_shown_if_that_was_asked_for() -> None:
+    progress = messages.Progress(prompt_tokens=9, processed_tokens=6, cached_tokens=4)
+    events = AnswerEventReader().read(messages.Chunk(id="r", progress=progress))
+    (sent,) = chat.ChunkEncoder(HEADING, form=StreamForm(shows_progress=True)).encode(0, events)
+    shown = json.loads(sent.removeprefix(b"data: "))
+    assert shown["prompt_progress"] == {"total": 9, "cache": 4, "processed": 6, "time_ms": 0}
+    assert shown["choices"][0]["delta"] == {}
+    assert chat.ChunkEncoder(HEADING).encode(0, events) == []

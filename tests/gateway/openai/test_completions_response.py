@@ -4,13 +4,14 @@ import json
 from typing import Any
 
 from tokenbus.gateway.openai import completions
+from tokenbus.gateway.openai.choices import StreamForm
 from tokenbus.gateway.serving.answer_events import AnswerEventReader
 from tokenbus.gateway.serving.dialect import ResponseHead
 from tokenbus.protocol.wire import messages
 
 HEAD = ResponseHead("r", 1_700_000_000, "demo")
 STOP, LENGTH = messages.FinishReason.STOP, messages.FinishReason.LENGTH
-PLAIN: dict[str, Any] = {"n": 1, "echoed": [""], "include_usage": False}
+PLAIN: dict[str, Any] = {"n": 1, "echoed": [""], "form": StreamForm(include_usage=False)}
 
 
 def usage(prompt: int, generated: int) -> messages.Usage:
@@ -66,7 +67,7 @@ def test_tokens_without_text_make_no_event() -> None:
 
 
 def test_the_prompt_is_echoed_once_before_each_of_its_answers() -> None:
-    form = {"n": 2, "echoed": ["A", "B"], "include_usage": False}
+    form = {"n": 2, "echoed": ["A", "B"], "form": StreamForm(include_usage=False)}
     events = streamed(form, *[(number, chunk(text)) for text in "xy" for number in range(4)])
     texts = [
         "".join(event["choices"][0]["text"] for event in events if event["choices"][0]["index"] == n) for n in range(4)
@@ -78,13 +79,13 @@ def test_the_prompt_is_echoed_once_before_each_of_its_answers() -> None:
 
 
 def test_an_answer_that_ends_without_text_is_its_prompt_alone() -> None:
-    form = {"n": 1, "echoed": ["A"], "include_usage": False}
+    form = {"n": 1, "echoed": ["A"], "form": StreamForm(include_usage=False)}
     (event,) = streamed(form, (0, chunk(reason=STOP)))
     assert (event["choices"][0]["text"], event["choices"][0]["finish_reason"]) == ("A", "stop")
 
 
 def test_a_prompt_counts_once_for_all_its_answers_and_prompts_are_added() -> None:
-    form = {"n": 2, "echoed": ["", ""], "include_usage": True}
+    form = {"n": 2, "echoed": ["", ""], "form": StreamForm(include_usage=True)}
     ends = [chunk("x", STOP, usage=usage(3, 2)), chunk("x", STOP, usage=usage(3, 4))]
     ends += [chunk("x", STOP, usage=usage(10, 1)), chunk("x", STOP, usage=usage(10, 1))]
     *events, last = streamed(form, *reversed(list(enumerate(ends))))

@@ -13,7 +13,8 @@ from tokenbus.gateway.serving.answer_events import (
     PartGrew,
     PartKind,
     PartStarted,
-    PromptSeen,
+    PromptComputed,
+    TokensCounted,
     TokensSampled,
 )
 from tokenbus.protocol.wire import messages
@@ -68,11 +69,15 @@ def test_a_part_ends_when_the_next_begins_or_with_the_answer() -> None:
     assert [part.index for part in reader.parts] == [0, 1, 2, 3]
 
 
-def test_the_prompt_is_seen_once() -> None:
-    progress = messages.Progress(prompt_tokens=9, processed_tokens=4, cached_tokens=4)
-    reader = AnswerEventReader()
-    assert reader.read(chunk(progress=progress)) == [PromptSeen(9, 4)]
-    assert reader.read(chunk(progress=progress)) == []
+def test_the_prompts_progress_is_an_event() -> None:
+    progress = messages.Progress(prompt_tokens=9, processed_tokens=6, cached_tokens=4)
+    assert AnswerEventReader().read(chunk(progress=progress)) == [PromptComputed(9, 4, 6)]
+
+
+def test_tokens_are_counted_only_for_those_who_ask() -> None:
+    piece = messages.Chunk(id="r", offset=3, tokens=2, text="a")
+    assert TokensCounted(5) in AnswerEventReader(counts_tokens=True).read(piece)
+    assert not any(isinstance(one, TokensCounted) for one in AnswerEventReader().read(piece))
 
 
 def test_an_answer_that_fails_ends_its_part_and_has_no_end() -> None:

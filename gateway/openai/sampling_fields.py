@@ -1,0 +1,68 @@
+"""The fields common to chat completions and completions."""
+
+from typing import Any
+
+import msgspec
+
+from tokenbus.gateway.openai import other_names
+from tokenbus.gateway.openai.choices import StreamForm
+from tokenbus.gateway.openai.other_names import OtherNames
+from tokenbus.protocol.wire import errors
+from tokenbus.protocol.wire import messages as wire
+
+MAX_CHOICES = 128
+"""OpenAI's limit on `n`."""
+
+
+class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
+    include_usage: bool | None = None
+    """Adds an event with the usage before the end."""
+    continuous_usage_stats: bool | None = None
+    """vLLM's: every event has the usage so far."""
+
+
+class SamplingFields(OtherNames, frozen=True, kw_only=True):
+    """The fields common to chat completions and completions. The Responses API has others instead."""
+
+    max_tokens: int | None = None
+    n: int | None = None
+    stream_options: StreamOptions | None = None
+    response_format: wire.ResponseFormat | None = None
+    return_progress: bool | None = None
+    """llama-server's: events tell how much of the prompt is computed."""
+
+    def check_answers(self) -> None:
+        """Checks fields without a counterpart on the wire. Raises RequestError."""
+        if self.n is not None and not 1 <= self.n <= MAX_CHOICES:
+            raise errors.invalid_field("n", f"must be 1 to {MAX_CHOICES}, got {self.n}")
+        if self.stream_options is not None and not self.stream:
+            raise errors.invalid_field("stream_options", "needs stream: true")
+
+    @property
+    def num_answers(self) -> int:
+        """The number of answers to each prompt."""
+        return 1 if self.n is None else self.n
+
+    @property
+    def renamed(self) -> dict[str, str]:
+        return super().renamed | other_names.constraint(self)[1] | other_names.aliases(self)[1]
+
+    @property
+    def stream_form(self) -> StreamForm:
+        """The content of a stream's events apart from choices."""
+        options = self.stream_options or StreamOptions()
+        return StreamForm(
+            include_usage=bool(options.include_usage),
+            continuous_usage=bool(options.continuous_usage_stats),
+            shows_progress=bool(self.stream and self.return_progress),
+        )
+
+    def to_wire(self, session: str | None) -> dict[str, Any]:
+        form = self.stream_form
+        own = {
+            "max_tokens": self.max_tokens,
+            "response_format": self.response_format,
+            "cache_prompt": self.cache_prompt,
+            "return_progress": form.shows_progress or form.continuous_usage or None,
+        }
+        return super().to_wire(session) | own | other_names.constraint(self)[0] | other_names.aliases(self)[0]

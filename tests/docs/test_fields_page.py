@@ -1,0 +1,27 @@
+"""The page about fields of other servers says what the gateway does with each of them."""
+
+import msgspec
+import pytest
+
+from tools import fields_page
+
+PATHS = pytest.mark.parametrize("path", fields_page.KNOWN)
+
+
+def test_the_page_is_up_to_date() -> None:
+    source = (fields_page.FOLDER / "fields.in.md").read_text()
+    assert fields_page.TARGET.read_text() == fields_page.render(source), "run python -m tools.fields_page"
+
+
+@PATHS
+def test_every_known_field_is_either_served_or_refused_or_ignored(path: str) -> None:
+    fates = {name: fields_page.fates_of(path, name) for name in fields_page.servers_of(path)}
+    assert {name: found for name, found in fates.items() if len(found) != 1} == {}
+
+
+@PATHS
+def test_every_field_of_the_endpoint_is_known_to_some_server(path: str) -> None:
+    endpoint, known = fields_page.ENDPOINTS[path], fields_page.servers_of(path)
+    fields = {field.name for field in msgspec.structs.fields(endpoint.body)}
+    assert fields | endpoint.ignored.keys() == known.keys()
+    assert endpoint.unserved.keys() <= fields

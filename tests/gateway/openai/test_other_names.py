@@ -1,0 +1,109 @@
+"""The fields of other servers are served under their own names, or refused by name."""
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.support.refusals import refusal_of
+from tokenbus.gateway.openai import chat, completions
+from tokenbus.gateway.serving.dialect import ApiEndpoint
+from tokenbus.protocol.wire import messages
+
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "hello"}]},
+    "/v1/completions": {"prompt": "hello"},
+}
+ENDPOINTS: dict[str, ApiEndpoint[Any]] = {one.path: one for one in (chat.ENDPOINT, completions.ENDPOINT)}
+BOTH = pytest.mark.parametrize("path", BODIES)
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+JSON = messages.ResponseFormat(type="json_schema", json_schema=messages.JsonSchema(schema=SCHEMA))
+SERVED: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"structured_outputs": {"json": SCHEMA}}, {"response_format": JSON}),
+    ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, {"response_format": JSON}),
+    ({"structured_outputs": {"json_object": True}}, {"response_format": messages.ResponseFormat(type="json_object")}),
+    ({"structured_outputs": {"regex": "a+", "disable_any_whitespace": True}}, {"regex": "a+"}),
+    ({"structured_outputs": {"choice": ["a", "b"]}}, {"choice": ["a", "b"]}),
+    ({"structured_outputs": {"grammar": 'root ::= "a"'}}, {"grammar": 'root ::= "a"'}),
+    ({"structured_outputs": {}}, {}),
+    ({"guided_json": SCHEMA}, {"response_format": JSON}),
+    ({"guided_regex": "a+"}, {"regex": "a+"}),
+    ({"guided_choice": ["a"]}, {"choice": ["a"]}),
+    ({"guided_grammar": 'root ::= "a"'}, {"grammar": 'root ::= "a"'}),
+    ({"json_schema": SCHEMA}, {"response_format": JSON}),
+    ({"json_schema": json.dumps(SCHEMA)}, {"response_format": JSON}),
+    ({"ebnf": 'root ::= "a"'}, {"grammar": 'root ::= "a"'}),
+    ({"cache_prompt": False}, {"cache_prompt": False}),
+    ({"n_predict": 5}, {"max_tokens": 5}),
+    ({"repeat_penalty": 1.5}, {"repetition_penalty": 1.5}),
+    ({"repeat_last_n": 7}, {"repetition_last_n": 7}),
+    ({"random_seed": 3}, {"seed": 3}),
+    ({"random_seed": 3, "seed": 3}, {"seed": 3}),
+    ({"stream": True, "return_progress": True}, {"return_progress": True}),
+    ({"return_progress": True}, {"return_progress": None}),
+    ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, {"return_progress": True}),
+]
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs.choice"),
+    ({"structured_outputs": {"regex": "a" * 20_000}}, "structured_outputs.regex"),
+    ({"structured_outputs": {"json": "{"}}, "structured_outputs.json"),
+    ({"structured_outputs": {"structural_tag": {"a": 1}}}, "structured_outputs.structural_tag"),
+    ({"structured_outputs": {"whitespace_pattern": " "}}, "structured_outputs.whitespace_pattern"),
+    ({"structured_outputs": 5}, "structured_outputs"),
+    ({"guided_regex": "a", "regex": "a"}, "guided_regex"),
+    ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice"),
+    ({"guided_choice": ["a"] * 1_001}, "guided_choice"),
+    ({"guided_json": "5"}, "guided_json"),
+    ({"json_schema": {"type": "object", "properties": {}}, "regex": "a"}, "regex"),
+    ({"repeat_penalty": 0}, "repeat_penalty"),
+    ({"repeat_penalty": 1.5, "repetition_penalty": 1.2}, "repeat_penalty"),
+    ({"n_predict": 2**40}, "n_predict"),
+    ({"random_seed": -1}, "random_seed"),
+]
+
+
+def request_of(path: str, **fields: Any) -> messages.GenerateRequest:
+    (request,) = ENDPOINTS[path].parse(json.dumps(BODIES[path] | fields).encode(), {}, "r", "m").requests
+    assert isinstance(request, messages.GenerateRequest)
+    return request
+
+
+@BOTH
+@pytest.mark.parametrize(("fields", "wire"), SERVED)
+def test_what_the_wire_has_is_served_under_other_names(path: str, fields: dict[str, Any], wire: dict[str, Any]) -> None:
+    request = request_of(path, **fields)
+    assert {name: getattr(request, name) for name in wire} == wire
+
+
+@BOTH
+@pytest.mark.parametrize(("fields", "param"), WRONG)
+def test_an_error_has_the_name_that_the_client_gave(path: str, fields: dict[str, Any], param: str) -> None:
+    error = refusal_of(lambda: request_of(path, **fields))
+    assert (error.param or "").startswith(param), error
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "harmless"),
+    [(path, name, field.harmless) for path, one in ENDPOINTS.items() for name, field in one.unserved.items()],
+)
+def test_what_would_change_an_answer_and_is_not_served_is_refused_by_name(
+    path: str, name: str, harmless: tuple[object, ...]
+) -> None:
+    for value in harmless:
+        request_of(path, **{name: value})
+    for value in ({"other": 1}, "other", 12.5):
+        assert refusal_of(lambda value=value: request_of(path, **{name: value})).param == name  # type: ignore[misc]
+
+
+def test_switches_of_reasoning_become_the_templates_variable() -> None:
+    path = "/v1/chat/completions"
+    for fields in ({"enable_thinking": False}, {"thinking": {"type": "disabled"}}):
+        assert request_of(path, **fields).chat_template_kwargs == {"enable_thinking": False}
+    assert request_of(path, thinking={"type": "auto"}).chat_template_kwargs is None
+    both = request_of(path, thinking={"type": "enabled"}, chat_template_kwargs={"enable_thinking": False, "a": 1})
+    assert both.chat_template_kwargs == {"enable_thinking": False, "a": 1}
+    assert refusal_of(lambda: request_of(path, thinking={"type": "much"})).param == "thinking.type"
+
+
+def test_a_choice_of_tools_that_chooses_nothing_is_refused() -> None:
+    assert refusal_of(lambda: request_of("/v1/chat/completions", tool_choice={})).param == "tool_choice"
