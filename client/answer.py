@@ -157,7 +157,8 @@ class AnswerBuilder:
 
     @property
     def text(self) -> str:
-        return "".join(self._texts)
+        self._texts = ["".join(self._texts)]  # so that to look after each chunk is cheap
+        return self._texts[0]
 
     @property
     def finish_reason(self) -> messages.FinishReason | None:

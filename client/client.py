@@ -114,7 +114,8 @@ class Client:
         unknown field or a value of a wrong type. The stream raises all other errors."""
         wire = self._wire
         with _raising():
-            stream = wire.generate(_checked(model), headers=headers, resume=resume, **fields)
+            request = field_reader.read(fields, messages.GenerateRequest)
+            stream = wire.generate(_checked(model), request, headers=headers, resume=resume)
         return Stream(stream, self._loop)
 
     async def embed(self, model: str | None = None, **fields: Unpack[EmbedFields]) -> Embeddings:

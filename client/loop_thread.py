@@ -34,9 +34,9 @@ class LoopThread:
     def start(cls, client: Client) -> "LoopThread":
         """Starts the thread, and connects the client in it. Raises what that raises."""
         thread = cls(client)
-        thread._thread.start()
-        thread._is_started.wait()
         try:
+            thread._thread.start()
+            thread._is_started.wait()
             thread.run(client.__aenter__())
         except BaseException:
             thread.stop()
@@ -87,7 +87,10 @@ class LoopThread:
             self._thread.join(_STOP_S)
 
     def _run(self) -> None:
-        asyncio.run(self._serve())
+        try:
+            asyncio.run(self._serve())
+        finally:
+            self._is_started.set()  # also where no event loop could be made
 
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()

@@ -46,6 +46,8 @@ class SyncStream:
     @property
     def so_far(self) -> Answer:
         """The answer as far as it has arrived."""
+        if self._thread.is_running:  # there it is not written at the same time
+            return self._thread.call(lambda: self._stream.so_far)
         return self._stream.so_far
 
     def __iter__(self) -> Self:

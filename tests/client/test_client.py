@@ -143,6 +143,8 @@ async def test_a_mistake_in_a_call_is_named_before_anything_is_sent(client: Clie
     with pytest.raises(InvalidRequestError, match="did you mean input") as caught:
         await client.embed("demo", inptu="a")  # type: ignore[call-arg]
     assert caught.value.param == "inptu"
+    with pytest.raises(InvalidRequestError, match="request: unknown field"):
+        client.generate("demo", request={"prompt": "hi"})  # type: ignore[call-arg]
     with pytest.raises(InvalidRequestError, match="an id is 1 to 128"):
         await client.cancel("not an id")
 
