@@ -29,6 +29,14 @@ class Silent:
         self.asked = asyncio.Queue[dict[str, Any]]()
         self.cancelled = asyncio.Queue[str]()
 
+    async def request(self) -> dict[str, Any]:
+        async with asyncio.timeout(60):
+            return await self.asked.get()
+
+    async def cancel(self) -> str:
+        async with asyncio.timeout(60):
+            return await self.cancelled.get()
+
     @classmethod
     async def listen(cls, bare: RawClient) -> "Silent":
         silent = cls()
@@ -42,7 +50,7 @@ class Silent:
         for operation in ("generate", "embed"):
             await bare.nats.subscribe(f"{PREFIX}.{operation}.>", cb=take)
         await bare.nats.subscribe(f"{PREFIX}.cancel.>", cb=note)
-        await bare.nats.flush()
+        await bare.settle()
         return silent
 
 
@@ -64,25 +72,25 @@ async def test_a_request_that_no_router_has_answered_yet_is_cancelled_with_its_t
     client: Client, silent: Silent
 ) -> None:
     task = asyncio.create_task(client.generate("demo", prompt="hi", id="mine").text())
-    assert (await silent.asked.get())["prompt"] == "hi"
+    assert (await silent.request())["prompt"] == "hi"
     task.cancel()
-    assert await silent.cancelled.get() == "default.mine.demo"
+    assert await silent.cancel() == "default.mine.demo"
 
 
 async def test_a_call_that_is_cancelled_cancels_its_request(client: Client, silent: Silent) -> None:
     task = asyncio.create_task(client.embed("demo", input=["a"], id="mine"))
-    assert (await silent.asked.get())["input"] == ["a"]
+    assert (await silent.request())["input"] == ["a"]
     task.cancel()
-    assert await silent.cancelled.get() == "mine"
+    assert await silent.cancel() == "mine"
 
 
 async def test_closing_cancels_what_runs_and_says_so_to_its_readers(client: Client, silent: Silent) -> None:
     reader = asyncio.create_task(client.generate("demo", prompt="hi", id="mine").text())
-    await silent.asked.get()
+    await silent.request()
     await client.close()
     with pytest.raises(RequestCancelledError, match="the client was closed"):
         await reader
-    assert await silent.cancelled.get() == "default.mine.demo"
+    assert await silent.cancel() == "default.mine.demo"
     await client.close()
 
 
@@ -92,13 +100,13 @@ async def test_a_closed_client_can_be_opened_again(client: Client, silent: Silen
         client.generate("demo", prompt="hi")
     async with client:
         client.generate("demo", prompt="again")
-        assert (await silent.asked.get())["prompt"] == "again"
+        assert (await silent.request())["prompt"] == "again"
 
 
 async def test_a_client_may_be_connected_before_its_block(url: str, silent: Silent) -> None:
     async with await Client.connect(url) as client:
         client.generate("demo", prompt="hi")
-        assert (await silent.asked.get())["prompt"] == "hi"
+        assert (await silent.request())["prompt"] == "hi"
     with pytest.raises(RuntimeError, match="not connected"):
         await client.models()
 

@@ -39,7 +39,7 @@ class FakeRouter:
     async def open(self) -> None:
         await self.bare.nats.subscribe(f"{PREFIX}.generate.demo", cb=self.announce)
         self._listening = await self.bare.nats.subscribe(f"{UPLOAD}.open.*", cb=self.take)
-        await self.bare.nats.flush()
+        await self.bare.settle()
 
     async def announce(self, message: Msg) -> None:
         self.announced.append(message)
@@ -51,7 +51,7 @@ class FakeRouter:
         if self.leaves_after and len(self.announced) == 2:
             self.leaves_after = 0
             await self.bare.nats.subscribe(f"{UPLOAD}.open.*", cb=self.take)
-            await self.bare.nats.flush()
+            await self.bare.settle()
         number = len(self.announced)
         where = "closed" if number in self.lost_uploads else "open"
         await message.respond(json.dumps({"upload": f"{UPLOAD}.{where}.{number}"}).encode())
@@ -79,7 +79,7 @@ class FakeRouter:
 
     async def _leave(self, message: Msg, answer: bytes) -> None:
         await self._listening.unsubscribe()
-        await self.bare.nats.flush()
+        await self.bare.settle()
         await message.respond(answer)
 
 
@@ -157,7 +157,7 @@ async def test_an_upload_that_its_router_has_forgotten_is_sent_again(router: Fak
 
     router.lost_uploads = {1}
     await router.bare.nats.subscribe(f"{UPLOAD}.closed.1", cb=forget)
-    await router.bare.nats.flush()
+    await router.bare.settle()
     assert (await end(client)).finish_reason is messages.FinishReason.STOP
     assert len(router.announced) == 2
 

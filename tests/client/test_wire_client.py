@@ -59,7 +59,7 @@ async def test_a_lost_stream_goes_on_under_a_new_id_at_a_new_reply_subject(url: 
 
     await router.nats.subscribe(f"{PREFIX}.generate.demo", cb=serve)
     await router.nats.subscribe(f"{PREFIX}.cancel.>", cb=note)
-    await router.nats.flush()
+    await router.settle()
     async with asyncio.timeout(60), await WireClient.connect(url) as client:
         assert (await answer_of(client.generate("demo", prompt="hi", id="r"))).text == "one text"
         assert await cancelled.get() == f"{PREFIX}.cancel.default.r.demo"
@@ -80,7 +80,7 @@ async def test_another_tenant_speaks_over_the_same_connection_and_ends_with_it(u
             heard.put_nowait(tail)
 
         await bare.nats.subscribe(f"{PREFIX}.{tail}", cb=hear)
-    await bare.nats.flush()
+    await bare.settle()
     async with asyncio.timeout(60):
         async with await WireClient.connect(url) as client:
             acme = await client.for_tenant("acme")

@@ -49,7 +49,7 @@ async def test_a_worker_whose_way_out_is_blocked_under_others_traffic_adds_nothi
                 way.unblock()
                 await ended.wait()
             await until_ready(bare, 1)  # whatever the worker may still have wanted to say is said by now
-            await bare.nats.flush()
+            await bare.settle()
             await subscription.unsubscribe()
             reasons = [chunk.finish_reason for chunk in chunks]
             assert reasons == [None] * (len(reasons) - 1) + ["length"], chunks[-4:]

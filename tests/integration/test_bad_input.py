@@ -203,7 +203,7 @@ async def test_nothing_is_published_to_a_reply_subject_that_is_no_inbox(bare: Ra
     answers = [await bare.ask({"prompt": "12 + 30 =", "max_tokens": 3}) for _ in range(4)]
     assert all(answer.messages[-1]["finish_reason"] == "length" for answer in answers)
     assert (await live.terminal())["finish_reason"] == "length"
-    await bare.nats.flush()
+    await bare.settle()
     assert heard == []
 
 

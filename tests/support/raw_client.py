@@ -76,6 +76,12 @@ class RawClient:
     async def close(self) -> None:
         await self.nats.close()
 
+    async def settle(self) -> None:
+        """Waits until the broker has carried out everything that was sent before."""
+        # nats-py writes a PING before commands that it still holds; those are written by the time of the first answer.
+        for _ in range(2):
+            await self.nats.flush()
+
     async def generate(
         self,
         payload: bytes | Message,
