@@ -42,8 +42,8 @@ def test_errors_are_raised_where_they_belong(client: SyncClient) -> None:
         client.generate("demo", prmpt="hi")  # type: ignore[call-arg]
     with pytest.raises(InvalidRequestError, match="temperature"):
         next(client.generate("demo", prompt="hi", temperature=-1))
-    with pytest.raises(InvalidRequestError, match="name one of those"):
-        client.tokenize(prompt="hi")
+    with pytest.raises(InvalidRequestError, match="1 to 128"):
+        client.tokenize("", prompt="hi")
 
 
 async def test_a_stream_that_is_left_ends(client: SyncClient, bare: RawClient) -> None:
