@@ -121,7 +121,8 @@ class Gateway:
             max_requests=self._settings.max_requests,
             needs_key=not self._settings.keys.allows_anonymous,
         )
-        print(f"tokenbus: the gateway serves {url}", flush=True)
+        with contextlib.suppress(OSError):  # a full disk, or a reader that is gone, must not end it
+            print(f"tokenbus: the gateway serves {url}", flush=True)
         try:
             await asyncio.wait([serving, stopped, closed], return_when=asyncio.FIRST_COMPLETED)
             server.should_exit = True

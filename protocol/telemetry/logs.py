@@ -1,5 +1,7 @@
 """Configures structured logs, the same in every process: lines of JSON, or readable ones."""
 
+import contextlib
+import io
 import logging
 import os
 import sys
@@ -7,7 +9,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, TextIO, cast
 
 import msgspec
 import structlog
@@ -78,6 +80,22 @@ class FloodFilter:
         return {**line, "unlogged": unlogged} if unlogged else line
 
 
+class LossyOutput(io.TextIOBase):
+    """A file for log lines. One that can't be written is lost: a full disk must not end requests."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            self._file.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            self._file.flush()
+
+
 class LogSettings(NamedTuple):
     """Level and format of the log. Empty values are taken from the environment; the defaults are `info`, and JSON
     unless standard error is a terminal."""
@@ -118,7 +136,7 @@ def configure(process: str, settings: LogSettings = DEFAULTS) -> LevelFilter:
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.DEBUG),
-        logger_factory=structlog.WriteLoggerFactory(file=sys.stderr),
+        logger_factory=structlog.WriteLoggerFactory(file=cast(TextIO, LossyOutput(sys.stderr))),
         cache_logger_on_first_use=True,
     )
     structlog.contextvars.bind_contextvars(process=process)
@@ -131,7 +149,7 @@ def log_errors_only() -> None:
     logging.getLogger("asyncio").setLevel(logging.ERROR)  # it warns when a broker ends TLS, which nats-py handles
     structlog.configure(
         wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR),
-        logger_factory=structlog.WriteLoggerFactory(file=sys.stderr),
+        logger_factory=structlog.WriteLoggerFactory(file=cast(TextIO, LossyOutput(sys.stderr))),
     )
 
 

@@ -67,3 +67,17 @@ def test_a_flood_of_warnings_is_cut_off_and_counted_and_other_events_are_not() -
     assert lines[-1] == {"event": "duplicate_dropped", "unlogged": 1_000 - logs.MAX_LINES_PER_S}
     assert passes("warning", "duplicate_dropped")
     assert "unlogged" not in lines[-1]
+
+
+def test_a_line_for_which_the_disk_has_no_room_is_lost_and_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    with open("/dev/full", "w", buffering=1) as full:
+        monkeypatch.setattr(sys, "stderr", full)
+        try:
+            logs.configure("test")
+            structlog.get_logger().warning("event")
+        finally:
+            structlog.reset_defaults()
+        with pytest.raises(OSError, match="No space left"):
+            full.write("a line\n")
+        with contextlib.suppress(OSError):
+            full.close()
