@@ -20,6 +20,8 @@ def main() -> None:
         try:
             status = _run(sys.argv[1:])
         except SystemExit as end:
+            if isinstance(end.__context__, BrokenPipeError):
+                raise end.__context__ from None  # rich's tables end the process in their own way
             status = end.code  # type: ignore[assignment]
         if sys.stdout is not None:
             sys.stdout.flush()  # while an error can still be told of

@@ -112,7 +112,7 @@ def architecture_of(config: SafetensorsConfig, where: Path) -> Architecture:
             return _checked(ARCHITECTURES[name], config, where)
     shown = ", ".join(config.architectures) or "an unnamed architecture"
     known = ", ".join(ARCHITECTURES)
-    raise ModelError(f"{where}: {shown} is not converted here, only {known}; use {CONVERTER} and pass --model its file")
+    raise ModelError(f"{where}: {shown} is not converted here, only {known}; use {CONVERTER} and name its file")
 
 
 def _checked(architecture: Architecture, config: SafetensorsConfig, where: Path) -> Architecture:
@@ -149,7 +149,7 @@ def plan(
     if left:
         some = ", ".join(sorted(left)[:_MAX_NAMED])
         raise ModelError(
-            f"{where}: {len(left)} tensors are unknown here, such as {some}; use {CONVERTER} and pass --model its file"
+            f"{where}: {len(left)} tensors are unknown here, such as {some}; use {CONVERTER} and name its file"
         )
     return planned
 

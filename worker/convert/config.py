@@ -161,4 +161,4 @@ def check_delta_nets(config: SafetensorsConfig, where: Path) -> None:
 
 def refused(path: Path, what: str) -> ModelError:
     """Returns the error of a model that could not be converted exactly."""
-    return ModelError(f"{path}: {what} is not converted here; use {CONVERTER} and pass --model its output")
+    return ModelError(f"{path}: {what} is not converted here; use {CONVERTER} and name its output")

@@ -149,7 +149,7 @@ class OnnxLayout(Layout):
 
     def complete(self, weights: Path) -> Path:
         if not weights.is_file():
-            raise ModelError(f"{weights}: there is no such file; pass --model an ONNX file or a folder with one")
+            raise ModelError(f"{weights}: there is no such file; name an ONNX file or a folder with one")
         return weights
 
 

@@ -101,7 +101,7 @@ class Layout(ABC):
         them."""
         weights = sorted(filter(self.is_weights, names))
         if not weights:
-            raise ModelError(f"{where}: there is no {self.kind} file; pass --model a file or a folder with one")
+            raise ModelError(f"{where}: there is no {self.kind} file; name a file or a folder with one")
         # Reversed, so that of two files of one variant the first by name is taken.
         by_variant = {self.variant_of(name): name for name in reversed(weights)}
         if variant:
@@ -119,7 +119,7 @@ class Layout(ABC):
             first = sorted(by_variant)[0]
             problem = f"there are several models: {self._listed(by_variant, sizes)}"
             raise ModelError(f"{where}: {problem}; choose one, such as {where}:{first}")
-        raise ModelError(f"{where}: there are several models ({', '.join(weights)}); pass --model one of them")
+        raise ModelError(f"{where}: there are several models ({', '.join(weights)}); name one of them")
 
     def _listed(self, by_variant: Mapping[str, str], sizes: Mapping[str, int] | None) -> str:
         """Returns the variants, with the sizes of all their files if these are known."""

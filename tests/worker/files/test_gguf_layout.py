@@ -40,7 +40,7 @@ def test_of_several_quantizations_the_preferred_one_is_taken(tmp_path: Path) -> 
 
 def test_several_models_with_no_rule_between_them_are_refused_by_name(tmp_path: Path) -> None:
     files(tmp_path, "a.gguf", "b.gguf")
-    with pytest.raises(ModelError, match=r"several models \(a\.gguf, b\.gguf\); pass --model one of them"):
+    with pytest.raises(ModelError, match=r"several models \(a\.gguf, b\.gguf\); name one of them"):
         found(tmp_path)
 
 

@@ -176,14 +176,14 @@ def test_an_empty_file_is_refused(tmp_path: Path) -> None:
     assert "can't be read" in refusal(tmp_path, b"")
 
 
-def test_a_missing_file_is_refused_with_the_setting_to_pass(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="--model") as caught:
+def test_a_missing_file_is_refused_with_what_to_name(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="there is no such file; name a GGUF file") as caught:
         gguf_metadata.read(tmp_path / "absent.gguf")
     assert str(tmp_path / "absent.gguf") in str(caught.value)
 
 
 def test_a_directory_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="is a directory; pass --model") as caught:
+    with pytest.raises(ModelError, match="is a directory; name") as caught:
         gguf_metadata.read(tmp_path)
     assert str(tmp_path) in str(caught.value)
 

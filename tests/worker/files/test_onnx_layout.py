@@ -85,7 +85,7 @@ def test_the_demo_model_is_laid_out_as_published_ones_are() -> None:
 
 
 def test_a_folder_without_a_graph_says_so(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="there is no ONNX file; pass --model a file or a folder with one"):
+    with pytest.raises(ModelError, match="there is no ONNX file; name a file or a folder with one"):
         find(lay(tmp_path, "config.json", "deep/down/model.onnx"))
 
 
@@ -95,7 +95,7 @@ def test_a_file_that_is_not_there_says_so(tmp_path: Path) -> None:
 
 
 def test_several_graphs_with_no_rule_between_them_are_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"several models \(a\.onnx, b\.onnx\); pass --model one of them"):
+    with pytest.raises(ModelError, match=r"several models \(a\.onnx, b\.onnx\); name one of them"):
         find(lay(tmp_path, "a.onnx", "b.onnx"))
 
 

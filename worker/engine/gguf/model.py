@@ -112,7 +112,7 @@ class GgufModel:
         self._planner = planner or MemoryPlanner()
         self.metadata = gguf_metadata.read(files.weights)
         if not self.metadata.num_tensors and self.metadata.number("split.count") <= 1:
-            raise ModelError(f"{files.weights}: holds a vocabulary and no weights; pass --model the whole model")
+            raise ModelError(f"{files.weights}: holds a vocabulary and no weights; name the whole model")
         self.generation_config = model_config.read_generation_config(files.sidecars, self.metadata.sampling_defaults())
         # Routers tokenize prompts, and a model that generates nothing gets none.
         self.pooling = model_facts.pooling_of(self.metadata)
