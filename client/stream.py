@@ -38,7 +38,7 @@ class Stream:
         """The error with which the request ended."""
         self._is_awaited = False
         self._was_given_up = False
-        """Whether this stream, rather than somebody else, has cancelled the request."""
+        """Whether this stream, and no one else, has cancelled the request."""
         self._loop = loop
         self._wire = wire
 

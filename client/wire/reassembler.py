@@ -123,11 +123,11 @@ class Reassembler:
     def _without_known_parts(self, chunk: messages.Chunk) -> messages.Chunk:
         """Cuts off the known parts of reasoning and tool calls."""
         reasoning, offset = chunk.reasoning or "", chunk.reasoning_offset or 0
-        new = _behind(reasoning, self._reasoning_bytes - offset)
+        new = _after(reasoning, self._reasoning_bytes - offset)
         deltas = []
         for delta in chunk.tool_calls or ():
             known = self._arguments_bytes.get(delta.index)
-            arguments = _behind(delta.function.arguments, (known or 0) - delta.arguments_offset)
+            arguments = _after(delta.function.arguments, (known or 0) - delta.arguments_offset)
             if known is not None:  # else the call is new, and the delta names it
                 function = messages.FunctionDelta(arguments=arguments)
                 start = max(known, delta.arguments_offset)
@@ -142,7 +142,7 @@ class Reassembler:
         )
 
 
-def _behind(text: str, known_bytes: int) -> str:
+def _after(text: str, known_bytes: int) -> str:
     """Returns the part of a text after its first `known_bytes` bytes."""
     return text.encode()[max(0, known_bytes) :].decode(errors="replace")
 
