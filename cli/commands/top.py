@@ -334,7 +334,7 @@ def _show_once(reply: messages.ModelsReply, rates: FleetRates, *, as_json: bool)
     return 0
 
 
-def _adapters_of(served: messages.ServedModel) -> Iterator[str]:
+def adapters_of(served: messages.ServedModel) -> Iterator[str]:
     """Yields the names that a model has with each of its adapters, and the workers that lack it."""
     for adapter in served.adapters:
         has_it = {card.worker_id: adapter in [one.name for one in card.adapters] for card in served.workers or []}
@@ -367,7 +367,7 @@ async def _models(options: argparse.Namespace, client: WireClient) -> int:
     for served in reply.models:
         print(f"features of {served.model}: {' '.join(served.features)}")
         if served.adapters:
-            print(f"adapters of {served.model}: {', '.join(_adapters_of(served))}")
+            print(f"adapters of {served.model}: {', '.join(adapters_of(served))}")
         made = {str(card.embeddings) for card in served.workers or [] if card.embeddings is not None}
         for text in sorted(made):
             print(f"embeddings of {served.model}: {text}")

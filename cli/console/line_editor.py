@@ -8,6 +8,7 @@ from prompt_toolkit.history import History
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.output import create_output
 from prompt_toolkit.output.vt100 import Vt100_Output
+from prompt_toolkit.utils import is_dumb_terminal
 
 from tokenbus.cli.console.chat_history import ChatHistory
 
@@ -22,7 +23,8 @@ class LineEditor:
 
     def __init__(self, history: ChatHistory | None) -> None:
         """Without a history, messages are remembered until the end of this process."""
-        output = create_output(sys.stderr)
+        # On a terminal without control sequences, such as that of an editor, the library asks for plain lines.
+        output = None if is_dumb_terminal() else create_output(sys.stderr)
         if isinstance(output, Vt100_Output):
             output.enable_cpr = False  # not every terminal answers, and nothing here needs the cursor's position
         self._history = _RecalledMessages(history)

@@ -3,7 +3,8 @@
 import pytest
 from rich.console import Console
 
-from tokenbus.cli.commands.top import Rates, Row, duration_text, health_text, make_table
+from tests.router.builders import card
+from tokenbus.cli.commands.top import Rates, Row, adapters_of, duration_text, health_text, make_table
 from tokenbus.protocol.wire import codec, messages
 
 
@@ -170,3 +171,14 @@ def test_a_worker_s_health_is_said_in_one_line() -> None:
 )
 def test_a_time_is_said_in_its_two_largest_units(seconds: float, text: str) -> None:
     assert duration_text(seconds) == text
+
+
+def test_the_list_of_models_names_adapters_as_requests_do_and_who_lacks_them() -> None:
+    style = messages.CardAdapter(name="style", digest="d")
+    workers = [codec.replace(card("worker-1"), adapters=[style]), card("worker-2")]
+    served = messages.ServedModel(
+        model="demo", context_length=512, features=[], adapters=["style", "tone"], workers=workers
+    )
+    assert list(adapters_of(served)) == ["demo:style (not at worker-2)", "demo:tone (not at worker-1, worker-2)"]
+    alone = messages.ServedModel(model="demo", context_length=512, features=[], adapters=["style"])
+    assert list(adapters_of(alone)) == ["demo:style"]
