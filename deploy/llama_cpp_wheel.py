@@ -88,7 +88,6 @@ def build(version: str) -> None:
     say(f"  PyPI has only its source; the wheel is kept in {folder}, so that later clones take seconds")
     with tempfile.TemporaryDirectory() as scratch:
         sdist = download(version, Path(scratch))
-        say("  unpacking what tests use")
         keep(sdist, version)
         wheel = compile_wheel(sdist, Path(scratch))
         folder.mkdir(parents=True, exist_ok=True)
@@ -129,13 +128,17 @@ def keep(sdist: Path, version: str) -> None:
     """Unpacks the kept files, all or none of each kind, unless they exist."""
     missing = {kind: part for kind, part in _KEPT.items() if not kept_folder(version, kind).exists()}
     cache().mkdir(parents=True, exist_ok=True)
+    shown = progress.Progress()
     with tempfile.TemporaryDirectory(dir=cache()) as scratch, tarfile.open(sdist) as archive:
         for kind in missing:
             (Path(scratch) / kind).mkdir()
         for member in archive:
+            if not shown.due_s:
+                shown.show("unpacking the files that tests use")
             wanted = next((kind for kind, part in missing.items() if part in member.name), None)
             if wanted is not None and (content := archive.extractfile(member)):
                 (Path(scratch) / wanted / Path(member.name).name).write_bytes(content.read())
+        shown.close()
         for kind in missing:
             _rename(Path(scratch) / kind, kept_folder(version, kind))
 
