@@ -129,7 +129,7 @@ def test_a_folder_in_which_nothing_can_be_kept_is_refused_by_every_command(machi
         assert (done.returncode, done.stdout, done.stderr) == (status, "", problem)
     assert (
         f"bad   --hub-cache {file}: {file} is not a directory"
-        in machine.run("doctor", "--ports", "--nats", "nats://127.0.0.1:1", "--hub-cache", str(file)).stdout
+        in machine.run("doctor", "--ports", "", "--nats", "nats://127.0.0.1:1", "--hub-cache", str(file)).stdout
     )
 
 
