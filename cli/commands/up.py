@@ -8,7 +8,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from tokenbus.cli.commands import gateway, router, worker
@@ -94,6 +94,8 @@ class SystemSettings(NamedTuple):
     """The prefix of all subjects."""
     grace_s: float
     """Time that running requests have to finish when the system stops."""
+    stop_s: float
+    """Time after which a process that still runs then is killed."""
 
 
 def settings_of(options: argparse.Namespace) -> SystemSettings:
@@ -132,7 +134,8 @@ def settings_of(options: argparse.Namespace) -> SystemSettings:
         is_open=gateway.settings_of(for_gateway).keys.allows_anonymous,
         bus=connection_flags.settings_of(found),
         prefix=found.prefix,
-        grace_s=max(_GRACE_S, found.grace_s),
+        grace_s=found.grace_s,
+        stop_s=max(_GRACE_S, found.grace_s + found.handover_s) + _SPARE_S,
     )
 
 
@@ -188,7 +191,7 @@ class LocalSystem:
         Raises NatsServerError, StartError, ConnectionError, and BrokenPipeError in the last case."""
         stopped = asyncio.Event()
         self._out.on_reader_gone = stopped.set
-        with signals.on_stop(stopped.set, self._kill, _stop_signals()):
+        with signals.on_stop(stopped.set, self._kill), _on_hangup(stopped.set):
             try:
                 await signals.unless_stopped(stopped, self._serve())
             except signals.StoppedError:
@@ -303,15 +306,24 @@ class LocalSystem:
             self._gateway_socket.close()
         for listening in self._metrics_sockets.values():
             listening.close()
-        await self._supervisor.stop(self._settings.grace_s + _SPARE_S)
+        await self._supervisor.stop(self._settings.stop_s)
         if self._broker is not None:
             self._broker.stop()
 
 
-def _stop_signals() -> list[signal.Signals]:
-    """Returns the signals that stop the system; SIGHUP among them, unless it was started with nohup."""
-    hangup = [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]
-    return [*signals.SIGNALS, *hangup]
+@contextlib.contextmanager
+def _on_hangup(stop: Callable[[], object]) -> Iterator[None]:
+    """Within the block, SIGHUP stops the system unless it was started with nohup. Closing a terminal may send several,
+    so a second one means nothing."""
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        yield
+        return
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGHUP, stop)
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGHUP)
 
 
 def listen_on(

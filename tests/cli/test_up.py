@@ -42,7 +42,8 @@ def test_workers_share_the_machine_and_stop_soon_unless_told_otherwise() -> None
     options = worker_options("--workers", "4", "--prefill-workers", "1")
     assert (options.memory_share, options.grace_s, options.handover_s) == (0.25, 10, 3)
     assert worker_options("--memory-share", "1", "--grace-s", "30").memory_share == 1
-    assert settings("--grace-s", "30").grace_s == 30
+    assert (settings().grace_s, settings().stop_s) == (10, 18)
+    assert (settings("--grace-s", "30").grace_s, settings("--grace-s", "30").stop_s) == (30, 38)
 
 
 def test_a_file_has_settings_of_all_processes_and_flags_override_them(

@@ -48,7 +48,8 @@ def test_what_a_narrow_terminal_shows_can_be_copied_and_run(tmp_path: Path) -> N
         assert "nats request" in nats
         (run,) = (tmp_path / "state/tokenbus/logs").iterdir()
         assert {"gateway.log", "nats-server.log", "router.log", "worker-1.log"} <= {one.name for one in run.iterdir()}
-        terminal.signal(signal.SIGHUP)  # as when its window is closed
+        for _ in range(2):
+            terminal.signal(signal.SIGHUP)  # as when its window is closed, by the kernel and by the shell
         assert terminal.wait() == 0
         assert "stopping: " in terminal.rest
 
