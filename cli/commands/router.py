@@ -69,7 +69,7 @@ def add_flags(parser: Parser) -> None:
     expect = "a model whose requests wait for --hold-s even if this router has never seen a worker of it"
     flag("--expect-model", NAME, expect, [])
     flag = parser.group("router", RouterSettings)
-    flag("--router-id", NAME, "name of this router in logs", unset="by host and process")
+    flag("--router-id", NAME, "name of this router in logs", unset="host and process id")
     cache = "memory for token ids of texts in conversations; 0: tokenize each turn from the start"
     flag("--tokenization-cache-mib", MIB, cache, RouterSettings.tokenization_cache_bytes >> 20)
     prompts = Flag("--log-prompt-chars", COUNT, "characters of each prompt to log", 0, reloads=True)

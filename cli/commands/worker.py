@@ -44,7 +44,10 @@ BUSY_MODELS = 2
 
 
 def _folder(text: str) -> str:
-    """A folder as an absolute path, valid in every process; none if it is empty."""
+    """A folder as an absolute path, valid in every process; none if it is empty. Raises ValueError for a file, such as
+    a model that follows `--keep-cache` without a folder."""
+    if os.path.isfile(text):
+        raise ValueError
     return os.path.abspath(os.path.expanduser(text)) if text else ""
 
 
@@ -94,7 +97,7 @@ def _add_model_flags(parser: Parser, *, is_required: bool) -> None:
     flag("--max-embed-tokens", COUNT, "longest input to a generative GGUF's embeddings, in tokens; 0: 2,048")
     role = "prefill computes prompts for others, decode leaves long prompts to those"
     flag("--role --disaggregation-mode", one_of(*messages.WorkerRole), role)
-    flag("--worker-id", NAME, "stable name of this worker; replicas add -1, -2, ...", unset="by host and process")
+    flag("--worker-id", NAME, "stable name of this worker; replicas add -1, -2, ...", unset="host and process id")
     flag("--replicas", whole(1, 64), "replicas of each model, sharing its weights", 1)
     flag = parser.group("LoRA adapters")
     flag("--lora --lora-modules", _ADAPTER, "an adapter, GGUF or PEFT folder (ONNX), for all tenants or for these", [])

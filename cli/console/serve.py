@@ -41,7 +41,7 @@ def add_flags(parser: Parser, *logged: Flag) -> None:
     flag(
         "--metrics-port",
         PORTS,
-        "serve /metrics, /livez, /readyz and /status on the first free port of these",
+        "serve /metrics, /livez, /readyz and /status on the first free one of these ports; 0: any",
         page.ports,
     )
     flag("--metrics-host", text("ADDRESS"), "address of that port", page.host)

@@ -95,6 +95,13 @@ def test_an_empty_name_of_a_device_is_refused() -> None:
         settings("--devices", "CUDA0,")
 
 
+def test_a_file_in_place_of_a_folder_for_the_cache_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "chat.gguf").write_text("a model that follows --keep-cache without a folder")
+    with pytest.raises(UsageError, match="--keep-cache must be a folder, got"):
+        settings("--keep-cache", str(tmp_path / "chat.gguf"))
+    assert settings(f"--keep-cache={tmp_path}").models[0].engine.keep_cache == str(tmp_path)
+
+
 def test_with_a_memory_budget_all_models_but_the_pinned_ones_are_loaded_on_demand() -> None:
     names = ("--served-name", "a", "--model", "demo", "--served-name", "b")
     made = settings(*names, "--pin", "b", "--memory-budget-mib", "9")
