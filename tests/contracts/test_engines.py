@@ -274,23 +274,26 @@ async def answers(settings: EngineSettings, *, together: bool) -> tuple[list[lis
     return [recorder.token_ids for recorder in recorders], listener.count
 
 
-PREEMPTED: dict[str, Callable[[], EngineSettings]] = {
-    "gguf": exact_demo,
-    "gguf without host memory": lambda: msgspec.structs.replace(exact_demo(), host_cache_mib=0),
-    "sim": lambda: _SIM,
+PREEMPTED: dict[str, tuple[Callable[[], EngineSettings], tuple[int | None, ...]]] = {
+    "gguf": (exact_demo, (None, 0)),
+    "sim": (lambda: _SIM, (None,)),
 }
+"""Settings, and the amounts of host memory in MiB with which sequences are preempted; None: that of the settings."""
 
 
 @pytest.mark.parametrize("name", PREEMPTED)
 async def test_streams_are_the_same_when_they_are_preempted(name: str) -> None:
-    settings = msgspec.structs.replace(PREEMPTED[name](), kv_block_size=16)
+    make, amounts = PREEMPTED[name]
+    settings = msgspec.structs.replace(make(), kv_block_size=16)
     alone, _ = await answers(settings, together=False)
     beside, calm_count = await answers(settings, together=True)
     assert (beside, calm_count) == (alone, 0)
     tight = msgspec.structs.replace(settings, kv_tokens=512, scheduler=SchedulerSettings(expected_tokens=1))
-    preempted, count = await answers(tight, together=True)
-    assert preempted == alone
-    assert count > 0
+    for mebibytes in amounts:
+        host = {} if mebibytes is None else {"host_cache_mib": mebibytes}
+        preempted, count = await answers(msgspec.structs.replace(tight, **host), together=True)
+        assert preempted == alone, host
+        assert count > 0
 
 
 async def test_hostile_constraints_disturb_no_running_stream() -> None:

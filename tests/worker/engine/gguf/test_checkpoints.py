@@ -165,7 +165,15 @@ def assert_alone_the_same(turn: Turn, lone: GgufRunner) -> None:
         logits = logits_of(lone, tokens[place : place + 1], place, 0)
 
 
-@pytest.mark.parametrize("budget_states", [3, 300])
+FIRST, *OTHERS = random_stateful.KINDS
+PRESSURES = [
+    *((kind, 3) for kind in random_stateful.KINDS),
+    (FIRST, 300),  # which evicts nothing
+    *(pytest.param(kind, 300, marks=pytest.mark.long) for kind in OTHERS),
+]
+
+
+@pytest.mark.parametrize(("kind", "budget_states"), PRESSURES, indirect=["kind"])
 def test_answers_do_not_depend_on_reuse_under_pressure(make: Make, budget_states: int) -> None:
     """Conversations that share a beginning run together in too little memory, in steps of all sizes."""
     runner, lone = make(), make()

@@ -64,7 +64,7 @@ async def test_a_growing_session_and_streams_that_share_it_stay_within_the_plan(
     for turn in range(1, 4):  # each prompt begins with the one before
         await answers(engine, [request(f"turn {turn}", text[: turn * 1_024], 8)])
     session = highest - loaded
-    await answers(engine, [request(f"stream {one}", [*text, one], 64 + one) for one in range(STREAMS)])
+    await answers(engine, [request(f"stream {one}", [*text, one], 24 + one) for one in range(STREAMS)])
     watching.cancel()
     await engine.cleanup()
     assert session > 2_000 * TOKEN_BYTES
