@@ -78,7 +78,13 @@ def _create() -> None:
 def _compile() -> None:
     """Compiles the wheel with the environment's pip, since this Python may have none."""
     command = [str(_VENV / "bin/python"), "-m", "deploy.llama_cpp_wheel"]
-    if subprocess.run(command, stdout=subprocess.DEVNULL).returncode:
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+        try:
+            process.wait()
+        except KeyboardInterrupt:
+            progress.end(process)
+            raise
+    if process.returncode:
         sys.exit(1)  # it has said why
 
 

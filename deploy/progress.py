@@ -12,6 +12,7 @@ ON_TERMINAL_S = 0.5
 IN_LOG_S = 4.0
 _TAIL_LINES = 30
 _WIDTH = 100
+_CLEAN_UP_S = 10.0
 _START_OF_LINE = "\r\x1b[K"
 
 Describe = Callable[[str], str]
@@ -87,7 +88,7 @@ def run(command: Sequence[str], news: str, describe: Describe, environment: Mapp
                 if not progress.due_s:
                     progress.show(news)
         except BaseException:
-            process.kill()
+            end(process)
             raise
         finally:
             progress.close()
@@ -95,3 +96,11 @@ def run(command: Sequence[str], news: str, describe: Describe, environment: Mapp
         output = "\n".join(tail)
         print(output, file=sys.stderr)
         raise CommandFailedError(f"{' '.join(command[:4])} ... ended with status {process.returncode}", output)
+
+
+def end(process: "subprocess.Popen[bytes]") -> None:
+    """Ends a command. Ctrl-C has interrupted it too: then it has a few seconds to remove its files."""
+    try:
+        process.wait(_CLEAN_UP_S)
+    except (subprocess.TimeoutExpired, KeyboardInterrupt):
+        process.kill()
