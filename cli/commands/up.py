@@ -17,7 +17,7 @@ from tokenbus.cli.console.flags import Parser, command_line, dest_of, text_of
 from tokenbus.cli.console.instructions import SystemAddresses
 from tokenbus.cli.console.run_logs import RunLogs
 from tokenbus.cli.console.session import print_error
-from tokenbus.cli.console.supervisor import ProcessSupervisor, StartError
+from tokenbus.cli.console.supervisor import EXIT_BAD_SETTINGS, ProcessSupervisor, StartError
 from tokenbus.client.wire.wire_client import WireClient
 from tokenbus.demo import MODEL_PATH, ONNX_PATH
 from tokenbus.gateway.admission import keys
@@ -115,9 +115,9 @@ def settings_of(options: argparse.Namespace) -> SystemSettings:
         found = _worker_options(options, given)
     worker.settings_of(found)
     tracing.check_endpoint(found.otlp_traces_endpoint)
-    problem, _ = worker.start_problem(found)  # workers inherit the folder for models from the Hub
+    problem, status = worker.start_problem(found)  # workers inherit the folder for models from the Hub
     if problem:
-        raise StartError(problem)
+        raise ValueError(problem) if status == EXIT_BAD_SETTINGS else StartError(problem)
     cores, busy = len(os.sched_getaffinity(0)), options.workers * min(len(found.model), worker.BUSY_MODELS)
     given += [f"--threads={found.threads or max(1, cores // busy)}"]
     given += [f"--{name}={text_of(getattr(found, dest_of(name)))}" for name in _defaults(options)]
