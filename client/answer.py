@@ -76,6 +76,8 @@ class AnswerChunk(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaults=
     """Ids of the tokens, with `return_token_ids`."""
     logprobs: list[messages.TokenLogprob] = []
     """Log probabilities of the tokens, with `logprobs`."""
+    prompt_logprobs: list[messages.PromptLogprob] = []
+    """Log probabilities of the next tokens of the prompt, with `prompt_logprobs`."""
     progress: messages.Progress | None = None
     """Progress of the prompt's computation, with `return_progress`."""
     load_progress: float | None = None
@@ -124,6 +126,8 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaults=True)
     """Ids of all tokens, with `return_token_ids`."""
     logprobs: list[messages.TokenLogprob] = []
     """Log probabilities of all tokens, with `logprobs`."""
+    prompt_logprobs: list[messages.PromptLogprob] = []
+    """Log probabilities of the prompt's tokens, with `prompt_logprobs`."""
 
     def to_message(self) -> ChatMessageFields:
         """Returns the answer as the assistant's turn in the conversation's next request."""
@@ -149,6 +153,7 @@ class AnswerBuilder:
         """The id, name and arguments of each call."""
         self._token_ids: list[int] = []
         self._logprobs: list[messages.TokenLogprob] = []
+        self._prompt_logprobs: list[messages.PromptLogprob] = []
         self._model: str | None = None
         self._terminal: messages.Chunk | None = None
 
@@ -180,6 +185,7 @@ class AnswerBuilder:
             self._calls[delta.index][2].append(delta.function.arguments)
         self._token_ids += chunk.token_ids or ()
         self._logprobs += chunk.logprobs or ()
+        self._prompt_logprobs += chunk.prompt_logprobs or ()
         self._model = chunk.model or self._model
         if chunk.finish_reason is not None:
             self._terminal = chunk
@@ -198,6 +204,7 @@ class AnswerBuilder:
             model=self._model,
             token_ids=[*self._token_ids],
             logprobs=[*self._logprobs],
+            prompt_logprobs=[*self._prompt_logprobs],
         )
 
 
@@ -223,6 +230,7 @@ def chunk_of(chunk: messages.Chunk) -> AnswerChunk:
         timings=_timings_of(chunk.timings or None),
         token_ids=chunk.token_ids or [],
         logprobs=chunk.logprobs or [],
+        prompt_logprobs=chunk.prompt_logprobs or [],
         progress=chunk.progress or None,
         load_progress=None if chunk.load_progress is msgspec.UNSET else chunk.load_progress,
         id=chunk.id,

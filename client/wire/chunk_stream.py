@@ -35,7 +35,7 @@ class StreamTransport(Protocol):
 
     def send_cancel(self, stream: "ChunkStream") -> None: ...
 
-    def send_resync(self, stream: "ChunkStream", offset: int) -> None: ...
+    def send_resync(self, stream: "ChunkStream", offset: int, prompt_offset: int | None = None) -> None: ...
 
     def forget(self, stream: "ChunkStream") -> None:
         """Stops delivering to the stream; idempotent."""
@@ -80,7 +80,8 @@ class ChunkStream:
         """The request as it was last published."""
         self._submit_again_at: float | None = None
         """When it is published again, because it has had no listener yet."""
-        self._reassembler = Reassembler(len(request.resume_from.token_ids) if request.resume_from else 0)
+        scores_from = None if request.prompt_logprobs is None else request.prompt_logprobs_from or 0
+        self._reassembler = Reassembler(len(request.resume_from.token_ids) if request.resume_from else 0, scores_from)
         self._resync_timer = ResyncTimer(now, streamed=request.is_streamed)
         self._unread: deque[tuple[messages.Chunk, int]] = deque()
         """Chunks, each with the bytes of the message that it came in."""
@@ -200,7 +201,7 @@ class ChunkStream:
             return
         match self._resync_timer.poll(now):
             case Action.RESYNC:
-                self._transport.send_resync(self, self._reassembler.num_tokens)
+                self._transport.send_resync(self, self._reassembler.num_tokens, self._reassembler.prompt_offset)
             case Action.LOST:
                 self._lose("nothing more arrived, and no process holds the request any more", now)
             case Action.WAIT:

@@ -169,11 +169,11 @@ class Inbox:
         self._orphans.put(stream.request_id, True, time.monotonic())
         self._connection.publish(self._names.cancel(stream.request_id, self._tenant, self._model_of(stream)), b"")
 
-    def send_resync(self, stream: ChunkStream, offset: int) -> None:
+    def send_resync(self, stream: ChunkStream, offset: int, prompt_offset: int | None = None) -> None:
         with contextlib.suppress(ConnectionError, bus.OutboundBufferLimitError):
             self._connection.publish(
                 self._names.resync(stream.request_id, self._tenant, self._model_of(stream)),
-                codec.encode(messages.ResyncRequest(offset=offset), self._encoding),
+                codec.encode(messages.ResyncRequest(offset=offset, prompt_offset=prompt_offset), self._encoding),
                 reply=f"{self._prefix}.{self._reply_tokens[stream]}{_RESYNC_SUFFIX}",
                 headers=codec.content_headers(self._encoding),
             )

@@ -36,13 +36,17 @@ class Reassembler:
 
     A stream that continues an earlier one begins at token `num_tokens`; its first chunk gives its place in the text."""
 
-    def __init__(self, num_tokens: int = 0) -> None:
+    def __init__(self, num_tokens: int = 0, prompt_offset: int | None = None) -> None:
+        """`prompt_offset` is the position of the first token of the prompt whose log probability is wanted, if any."""
         self.attempt = 0
         self._worker_attempt = 0
         """The attempt of the last chunk from a worker."""
         self.num_tokens = num_tokens
         self.text_bytes = 0
         self._knows_text_bytes = not num_tokens
+        self.prompt_offset = prompt_offset
+        """The position of the prompt's next token whose log probability is to come; None if none were asked for."""
+        self._knows_prompt_offset = not num_tokens
         self._reasoning_bytes = 0
         self._arguments_bytes: dict[int, int] = {}
         """UTF-8 bytes of arguments, by the number of the call."""
@@ -61,6 +65,15 @@ class Reassembler:
         if not _is_routers(chunk):
             self._check_place(chunk)
         self.attempt = chunk.attempt
+        if self.prompt_offset is not None and isinstance(chunk.prompt_offset, int):
+            if not self._knows_prompt_offset:
+                self.prompt_offset, self._knows_prompt_offset = chunk.prompt_offset, True
+            if chunk.prompt_offset > self.prompt_offset and chunk.finish_reason is not messages.FinishReason.ERROR:
+                return Gap()
+            if chunk.prompt_logprobs:
+                chunk = self._new_prompt_part(chunk, chunk.prompt_offset, chunk.prompt_logprobs)
+                if not chunk.prompt_logprobs and _is_empty(chunk) and chunk.finish_reason is None:
+                    return Duplicate()
         if _is_empty(chunk):
             return self._add_empty(chunk)
         if chunk.offset > self.num_tokens:
@@ -75,6 +88,15 @@ class Reassembler:
         for delta in new.tool_calls or ():
             self._arguments_bytes[delta.index] = delta.arguments_offset + len(delta.function.arguments.encode())
         return ReadyChunks(new)
+
+    def _new_prompt_part(
+        self, chunk: messages.Chunk, offset: int, logprobs: list[messages.PromptLogprob]
+    ) -> messages.Chunk:
+        """Cuts off the known log probabilities of the prompt."""
+        assert self.prompt_offset is not None
+        new = logprobs[self.prompt_offset - offset :]
+        known, self.prompt_offset = self.prompt_offset, self.prompt_offset + len(new)
+        return codec.replace(chunk, prompt_offset=known, prompt_logprobs=new or UNSET)
 
     def _check_place(self, chunk: messages.Chunk) -> None:
         """Raises BrokenStreamError if a worker restarts an attempt: its text for a known part would differ."""

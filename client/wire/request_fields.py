@@ -87,6 +87,8 @@ class GenerateFields(TypedDict, total=False):
     frequency_penalty: float | None
     logit_bias: Mapping[str | int, float] | Mapping[int, float] | Mapping[str, float] | None
     logprobs: int | None
+    prompt_logprobs: int | None
+    prompt_logprobs_from: int | None
     stop: str | Sequence[str] | None
     stop_token_ids: Sequence[int] | None
     ignore_eos: bool | None

@@ -141,6 +141,23 @@ class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True):
     """The likeliest tokens at its position."""
 
 
+class PromptLogprob(msgspec.Struct, frozen=True, kw_only=True):
+    """The log probability of a token of the prompt, given the tokens before it."""
+
+    id: int
+    """Token id."""
+    text: str
+    """Its text."""
+    bytes: list[int]
+    """Its bytes."""
+    logprob: float | None
+    """Natural logarithm of its probability; null for the first token of the prompt, which nothing precedes."""
+    rank: int | None
+    """Its place among all tokens, the likeliest being 1; null where `logprob` is."""
+    top: list[TokenAlternative]
+    """The likeliest tokens at its position; none for the first token of the prompt."""
+
+
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     """The values that the router knew of one worker when it made its choice."""
 
@@ -230,6 +247,12 @@ class Chunk(Message, frozen=True, kw_only=True):
     """Ids of the `tokens` tokens, if asked for."""
     logprobs: list[TokenLogprob] | UnsetType = UNSET
     """Log probabilities of the `tokens` tokens, if asked for."""
+    prompt_offset: int | UnsetType = UNSET
+    """Tokens of the prompt before those of `prompt_logprobs`, in every chunk from a worker if these were asked for; in
+    one without any, the position of the next ones. A later attempt may repeat some."""
+    prompt_logprobs: list[PromptLogprob] | UnsetType = UNSET
+    """Log probabilities of the next tokens of the prompt, in chunks without tokens, or in the terminal with `stream:
+    false`."""
     reasoning_offset: int | UnsetType = UNSET
     """UTF-8 bytes of reasoning before this chunk, if it has reasoning."""
     reasoning: str | UnsetType = UNSET
@@ -263,11 +286,13 @@ class CancelReply(Message, frozen=True, kw_only=True):
     """Always true: an unknown id gets no answer."""
 
 
-class ResyncRequest(Message, frozen=True, kw_only=True):
+class ResyncRequest(Message, frozen=True, kw_only=True, omit_defaults=True):
     """Asks for everything from a token on to be published again."""
 
     offset: int
     """Sampled tokens that the client already has."""
+    prompt_offset: int | None = None
+    """The `prompt_offset` that the next `prompt_logprobs` should have; if absent, none of them are published again."""
 
 
 class ResyncReply(Message, frozen=True, kw_only=True, omit_defaults=True):

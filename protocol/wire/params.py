@@ -87,6 +87,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Added to the logits of tokens, by token id: a decimal string, or in MessagePack also a number."""
     logprobs: Annotated[int | None, Range(0, limits.MAX_LOGPROBS)] = None
     """Number of likeliest tokens to report with each sampled one. If absent, no probabilities are reported."""
+    prompt_logprobs: Annotated[int | None, Range(0, limits.MAX_LOGPROBS)] = None
+    """Number of likeliest tokens to report with each token of the prompt, in `prompt_logprobs` of chunks that come
+    before the first token. If absent, no probabilities of the prompt are computed."""
+    prompt_logprobs_from: Annotated[int | None, COUNT] = None
+    """Position of the first token of the prompt whose log probability is wanted; cached tokens before it need not be
+    computed again. 0 if absent."""
     stop_token_ids: Sequence[int] | None = None
     """Tokens that end the completion, in addition to the model's own end tokens; at most 128."""
     ignore_eos: bool | None = None

@@ -135,6 +135,9 @@ class Attempts:
     async def _run(self, flight: Flight, placement: Placement, headers: Headers) -> errors.Error | None:
         worker = placement.worker
         card = worker.card
+        if flight.request.prompt_logprobs is not None and not flight.request.is_streamed:
+            # the terminal has those of the whole prompt, which are kept nowhere else; its client has nothing yet
+            flight.completion.start_over()
         self._flights.start_attempt(flight, card.worker_id)
         run = self.to_run(flight, card.epoch, placement)
         try:

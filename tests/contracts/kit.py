@@ -16,6 +16,7 @@ from tests.contracts import (
     constraint_rules,
     reasoning_rules,
     resume_rules,
+    score_rules,
     stream_rules,
 )
 from tests.contracts.driving import prompt, request, run, settled, start
@@ -136,6 +137,7 @@ RULES: tuple[Check, ...] = (
     *constraint_rules.RULES,
     *reasoning_rules.RULES,
     *adapter_rules.RULES,
+    *score_rules.RULES,
     embeds_each_input_by_itself,
     keeps_what_it_embeds_apart_from_streams,
     scores_each_document_by_itself,

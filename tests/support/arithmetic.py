@@ -134,6 +134,7 @@ class ArithmeticRunner:
         self.reasoning_closer: ReasoningCloser | None = None
         self.num_lanes = num_lanes
         self.logits = None
+        self.prompt_scores = None
         self.canary: Listing[int] = ()
         self.num_steps = 0
         self.num_evaluated = 0

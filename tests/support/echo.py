@@ -85,7 +85,7 @@ class EchoGraphRunner:
         positions: Any,
         *,
         has_past: bool,
-        wants_logits: bool = True,
+        num_logits: int = 1,
         adapters: Any = None,
     ) -> Any:
         seen = np.full((len(ids), ROW_TOKENS), NOTHING, np.float32)
@@ -106,7 +106,7 @@ class EchoGraphRunner:
                 assert self._allow_gaps or shown.all(), "a gap"
                 visible = present[row, 0, shown, 0]
             seen[row, : len(visible)] = visible
-        return seen if wants_logits else seen[:0]
+        return seen if num_logits else seen[:0]
 
 
 class EchoRunner(ArithmeticRunner):
@@ -140,7 +140,7 @@ class EchoRunner(ArithmeticRunner):
             seen = {part.lane: row for part, row in zip(in_rows, logits, strict=True)}
         for part in plan.scheduled:
             if part not in decodes:
-                seen[part.lane] = self.cache.prompt(part, wants_logits=True)[0]
+                seen[part.lane] = self.cache.prompt(part, num_logits=1)[0]
             self.lengths.grow(part.lane, part.start, part.start + part.num_tokens)
         return [self._outcome(part, seen[part.lane]) for part in plan.scheduled]
 

@@ -45,6 +45,10 @@ An engine that passes `tests/contracts` can be served. Its rules, each of which 
 17. An engine with the feature `cache_control` keeps the prefix of a request with a `cache_ttl_s` longer than others,
     until that time is over or nothing else can be evicted. With `is_warm_up`, it computes the prompt: the output is a
     terminal with `length` and no token, and the prompt is cached as after any request.
+18. An engine with the feature `prompt_logprobs` hands out the log probability of each token of the prompt from
+    `prompt_logprobs_from` on, in order and once, before the first token and also when another engine continues the
+    request. They are what the model would have given these tokens, had it sampled them, whatever is cached and whatever
+    else is running.
 
 Sinks are called from the event loop, in order. A sink is a plain function, not an async iterator, because waking a task
 for each token and stream costs several times as much as the token itself (docs/decisions/0002).
@@ -350,6 +354,7 @@ class StreamValidator:
         self._request = request
         self._sink = sink
         self._num_tokens = 0
+        self._prompt_offset = request.sampling.prompt_logprobs_from or 0
         self._terminal: engine_output.Output | None = None
 
     def __repr__(self) -> str:
@@ -359,6 +364,7 @@ class StreamValidator:
         """Raises ContractError."""
         self._require(self._terminal is None, "an output after the terminal")
         self._check_resumed(output)
+        self._check_prompt_logprobs(output)
         self._num_tokens += len(output.token_ids)
         self._require(self._num_tokens <= self._request.sampling.max_tokens, "more tokens than max_tokens")
         if output.finish_reason is None:
@@ -379,6 +385,16 @@ class StreamValidator:
         if output.first_token is not None:
             is_first = not count and bool(output.token_ids) and not output.is_resumed
             self._require(is_first, "first_token without the first token")
+
+    def _check_prompt_logprobs(self, output: engine_output.Output) -> None:
+        wanted, num_prompt = self._request.sampling.prompt_logprobs, len(self._request.token_ids)
+        if output.prompt_logprobs:
+            self._require(wanted is not None, "log probabilities of a prompt that were not asked for")
+            self._require(output.prompt_offset == self._prompt_offset, "a gap in the prompt's log probabilities")
+            self._prompt_offset += output.num_scored
+            self._require(self._prompt_offset <= num_prompt, "more log probabilities than the prompt has tokens")
+        if wanted is not None and output.token_ids and not output.is_resumed:
+            self._require(self._prompt_offset >= num_prompt, "a token before the prompt's log probabilities")
 
     def _check_terminal(self, output: engine_output.Output) -> None:
         reason, sampling = output.finish_reason, self._request.sampling

@@ -63,6 +63,12 @@ class Output(msgspec.Struct, frozen=True, kw_only=True):
     timings: messages.Timings | None = None
     logprobs: list[Logprob] = []
     """One for each of `token_ids`, if the request asked for them; for resumed tokens, only those of the last ones."""
+    prompt_offset: int = 0
+    """The position of the first token of `prompt_logprobs`."""
+    prompt_logprobs: bytes = b""
+    """Log probabilities of the next tokens of the prompt, packed (prompt_logprobs.py); such an output has no tokens."""
+    num_scored: int = 0
+    """The number of these tokens."""
     progress: messages.Progress | None = None
     """The progress of the prompt; such an output has no tokens."""
     is_constraint_ready: bool = False

@@ -361,6 +361,7 @@ class EngineClient:
             self.on_kv_events(report.removed, report.stored)
         self._sequences.start(report.started, now)
         self._sequences.report_progress(report.progress)
+        self._sequences.report_scored(report.scored)
         # before any sink runs: regardless of what a sink does, these survived the step
         for output in report.outputs:
             attribution.step_succeeded(self, output.seq_no)

@@ -17,6 +17,7 @@ from tokenbus.worker.chat_format.parsing import deltas
 from tokenbus.worker.chat_format.parsing.parser import AnswerParser
 from tokenbus.worker.contract import engine_output, engine_request
 from tokenbus.worker.engine.process.ipc import SequenceOutput
+from tokenbus.worker.engine.scheduling.plan import ScoredTokens
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason, FinishRule
 from tokenbus.worker.engine_client.detokenizer import Detokenizer
 
@@ -148,6 +149,10 @@ class Generation:
         """Whether its sink knows that the constraint is compiled; another engine compiles it again."""
         self._sink_failed = False
         self._processed_tokens = -1
+        self.logprobs_from: int | None = None
+        """The position of the prompt's next token whose log probability is wanted; None if none is."""
+        if request.sampling.prompt_logprobs is not None:
+            self.logprobs_from = request.sampling.prompt_logprobs_from or 0
 
     def __repr__(self) -> str:
         return f"<Generation {self.request.key}: {self._detokenizer.num_tokens} tokens>"
@@ -197,6 +202,15 @@ class Generation:
             prompt_tokens=len(self.request.token_ids), processed_tokens=processed_tokens, cached_tokens=cached_tokens
         )
         self._hand_out(engine_output.Output(progress=seen))
+        return self._sink_failed
+
+    def scored(self, tokens: ScoredTokens) -> bool:
+        """Hands out log probabilities of the prompt; returns whether the sink failed. An engine begins where the one
+        before it has ended, so they come in order and once."""
+        assert self.logprobs_from == tokens.first, (self, tokens.first)
+        self.logprobs_from = tokens.end
+        first, count, packed = tokens.first, tokens.num_tokens, tokens.packed
+        self._hand_out(engine_output.Output(prompt_offset=first, num_scored=count, prompt_logprobs=packed))
         return self._sink_failed
 
     def constraint_ready(self) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 
 from tokenbus.protocol.wire import block_hash
 from tokenbus.worker.engine.process import ipc
+from tokenbus.worker.engine.scheduling.plan import ScoredTokens
 from tokenbus.worker.engine_client.engine_faults import MAX_CRASHES, CrashAttribution
 from tokenbus.worker.engine_client.generation import Generation
 
@@ -35,6 +36,7 @@ def add_command(number: int, generation: Generation) -> bytes:
             session=request.session_id,
             cache_ttl_s=request.cache_ttl_s,
             reasoning_limit=request.reasoning_limit,
+            logprobs_from=generation.logprobs_from,
         )
     )
 
@@ -156,6 +158,13 @@ class OpenSequences:
             self._on_progress(generation.request.key, one.computed_tokens, one.cached_tokens)
             failed = generation.progress(one.computed_tokens, one.cached_tokens)
             if failed and one.seq_no in self._generations:  # else its sink has aborted it
+                self._release(one.seq_no)
+
+    def report_scored(self, scored: list[ScoredTokens]) -> None:
+        """Hands out log probabilities of prompts."""
+        for one in scored:
+            generation = self._generations.get(one.seq_no)
+            if generation is not None and generation.scored(one) and one.seq_no in self._generations:
                 self._release(one.seq_no)
 
     def advance(self, outputs: list[ipc.SequenceOutput], now: float) -> tuple[list[Generation], Mapping[float, int]]:

@@ -71,6 +71,7 @@ class KvExchange:
             run.fetch_from is not None
             and run.fetch_from.worker_id != self._announcer.worker_id
             and run.params.cache_prompt is not False
+            and run.params.prompt_logprobs is None  # these need the prompt to be computed
             and self._fetcher is not None
             and self._fetcher.has_room(run.fetch_from)
             and self._announcer.serving is not None

@@ -298,9 +298,9 @@ class Endpoints:
                 return
         except ValueError:
             return
-        encoding, offset, error = validation.read_resync(message.headers, message.data)
+        encoding, asked, error = validation.read_resync(message.headers, message.data)
         if error is None:
-            self._streams.replay(address.key, offset)
+            self._streams.replay(address.key, asked.offset, asked.prompt_offset)
         self._replies.send(message.reply, codec.encode(messages.ResyncReply(found=True, error=error), encoding))
 
     def _is_inbox(self, message: Msg) -> bool:

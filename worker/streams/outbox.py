@@ -48,6 +48,11 @@ class Outbox:
 
     def put(self, stream: WorkerStream, output: engine_output.Output, now: float) -> None:
         """Adds an engine's output. If its chunk can't be made, nothing is added."""
+        if output.prompt_logprobs:
+            chunks = list(stream.prompt_chunks(output, self.room_bytes))
+            self._waiting += [(stream, one, _to_message(stream, one)) for one in chunks]
+            stream.last_chunk_at = now if chunks else stream.last_chunk_at
+            return
         chunk = stream.chunk(output)
         stream.last_chunk_at = now
         if output.token_ids:
@@ -70,12 +75,13 @@ class Outbox:
             sampled.remove(stream.stream_no)
         self._sampled = [sampled for sampled in self._sampled if sampled]
 
-    def replay(self, stream: WorkerStream, offset: int, now: float) -> None:
-        """Publishes a stream's chunks again from token `offset` on; does nothing while others wait."""
+    def replay(self, stream: WorkerStream, offset: int, now: float, prompt_offset: int | None = None) -> None:
+        """Publishes a stream's chunks again from token `offset` on, and the log probabilities of its prompt from
+        `prompt_offset` on, unless that is None; does nothing while others wait."""
         if not self.flush():
             return
         stream.last_chunk_at = now
-        for chunk in stream.replay(offset, self.room_bytes):
+        for chunk in stream.replay(offset, self.room_bytes, prompt_offset):
             outgoing = _to_message(stream, chunk)
             if len(outgoing.payload) <= self.room_bytes:
                 self._publish(outgoing)

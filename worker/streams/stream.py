@@ -14,8 +14,11 @@ from msgspec import UNSET, UnsetType
 from tokenbus.protocol.telemetry import long_waits, tracing
 from tokenbus.protocol.telemetry.long_waits import BackoffTimer
 from tokenbus.protocol.wire import codec, errors, internal, messages, subjects
+from tokenbus.protocol.wire.params import GenerationParams
 from tokenbus.worker.contract import engine_output
 from tokenbus.worker.kv_exchange.fetcher import Fetch
+from tokenbus.worker.streams import prompt_scores
+from tokenbus.worker.streams.prompt_scores import PromptScoreBuffer
 from tokenbus.worker.streams.replay_buffer import ReplayBuffer
 
 LONG_PROMPT_S = 2.0
@@ -97,6 +100,8 @@ class WorkerStream:
         self.hash_scheme = hash_scheme
         asked = run.params.logprobs
         self._replay_buffer = ReplayBuffer(None if asked is None else min(asked, len(token_bytes)))
+        self._prompt_scores = _make_prompt_scores(run.params, token_bytes)
+        """None if no log probabilities of the prompt are wanted."""
         self.last_logprobs = b""
         """The log probabilities of the last output in packed form, if any were asked for."""
         self.num_resumed = 0
@@ -149,7 +154,8 @@ class WorkerStream:
     @property
     def memory_bytes(self) -> int:
         """The approximate memory, in bytes, that the stream takes once it has ended."""
-        return 2_048 + self._replay_buffer.memory_bytes
+        scores = 0 if self._prompt_scores is None else self._prompt_scores.memory_bytes
+        return 2_048 + self._replay_buffer.memory_bytes + scores
 
     def head(self, progress: messages.Progress | UnsetType = UNSET) -> messages.Chunk | None:
         """Returns an empty chunk at the current offset, or None if the client is to get only a terminal."""
@@ -157,6 +163,33 @@ class WorkerStream:
             return None
         empty = self._empty(self._replay_buffer.num_tokens, self._replay_buffer.text_bytes)
         return codec.replace(empty, hash_scheme=self.hash_scheme, progress=progress)
+
+    @property
+    def prompt_offset(self) -> int | UnsetType:
+        """How many tokens of the prompt the client has log probabilities of, or needs none of, once it has all chunks.
+
+        Where the stream continues one of another worker, it has those of all: they are computed again only in case it
+        asks for them, or for the whole answer."""
+        if self._prompt_scores is None:
+            return UNSET
+        return self.num_prompt_tokens if self.num_resumed else self._prompt_scores.end
+
+    def prompt_chunks(self, output: engine_output.Output, max_bytes: int) -> Iterator[messages.Chunk]:
+        """Takes log probabilities of the prompt, and yields the chunks of at most `max_bytes` that carry them, if the
+        client is to get them now."""
+        assert self._prompt_scores is not None, output
+        start = self._prompt_scores.end
+        self._prompt_scores.append(output.prompt_logprobs)
+        if self.is_streamed and not self.num_resumed:
+            yield from self._chunks_of_prompt(start, max_bytes, 0)
+
+    def _chunks_of_prompt(self, start: int, max_bytes: int, offset: int) -> Iterator[messages.Chunk]:
+        """Yields the log probabilities of the prompt from position `start` on, for a client at token `offset`."""
+        assert self._prompt_scores is not None
+        offset = min(offset, self._replay_buffer.num_tokens)
+        empty = self._empty(offset, self._replay_buffer.text_offset(offset))
+        for part in self._prompt_scores.parts(start, min(max_bytes, prompt_scores.MAX_CHUNK_BYTES)):
+            yield codec.replace(empty, prompt_offset=part.offset, prompt_logprobs=part.logprobs)
 
     def resume(self, output: engine_output.Output) -> None:
         """Takes the tokens that the client already has from another worker, so that they can be replayed."""
@@ -270,10 +303,15 @@ class WorkerStream:
             error=error,
         )
 
-    def replay(self, offset: int, max_bytes: int) -> Iterator[messages.Chunk]:
-        """Yields the chunks from token `offset` on, each of at most `max_bytes`, and the terminal if there is one; if
-        there is neither, an empty chunk, to show that the stream is alive."""
+    def replay(self, offset: int, max_bytes: int, prompt_offset: int | None = None) -> Iterator[messages.Chunk]:
+        """Yields the log probabilities of the prompt from `prompt_offset` on, unless that is None, the chunks from
+        token `offset` on, each of at most `max_bytes`, and the terminal if there is one; if there is nothing, an empty
+        chunk, to show that the stream is alive."""
         chunks = 0
+        if self.is_streamed and self._prompt_scores is not None and prompt_offset is not None:
+            for chunk in self._chunks_of_prompt(prompt_offset, max_bytes, offset):
+                yield chunk
+                chunks += 1
         if self.is_streamed:
             # the terminal's own tokens are in the terminal
             end = None if self.terminal is None else self.terminal.offset
@@ -294,6 +332,7 @@ class WorkerStream:
             worker_id=self._worker_id,
             model=self._model,
             created=self.created,
+            prompt_offset=self.prompt_offset,
         )
 
     def _output_chunk(self, output: engine_output.Output) -> messages.Chunk:
@@ -342,6 +381,7 @@ class WorkerStream:
             reasoning_offset=reasoning_offset if reasoning else UNSET,
             reasoning=reasoning or UNSET,
             tool_calls=list(tool_calls) if tool_calls else UNSET,
+            prompt_offset=self.prompt_offset,
         )
 
     def _terminal(self, output: engine_output.Output) -> messages.Chunk:
@@ -352,6 +392,9 @@ class WorkerStream:
             # nothing was streamed: the terminal carries the whole completion
             self._append(output)
             last = self._chunk(*self._replay_buffer.all())
+            if self._prompt_scores is not None:
+                for part in self._prompt_scores.parts(0):
+                    last = codec.replace(last, prompt_offset=part.offset, prompt_logprobs=part.logprobs)
         reason, error = output.finish_reason, output.error
         stopped_by: messages.StoppedBy | UnsetType = UNSET
         if reason is messages.FinishReason.CANCELLED and self.cancel_error is not None:
@@ -410,3 +453,10 @@ class WorkerStream:
         token = self._token_bytes[token_id]
         text = token.decode(errors="replace")
         return messages.TokenAlternative(id=token_id, text=text, bytes=list(token), logprob=logprob)
+
+
+def _make_prompt_scores(params: GenerationParams, token_bytes: Sequence[bytes]) -> PromptScoreBuffer | None:
+    if params.prompt_logprobs is None:
+        return None
+    count = min(params.prompt_logprobs, len(token_bytes))
+    return PromptScoreBuffer(count, params.prompt_logprobs_from or 0, token_bytes)

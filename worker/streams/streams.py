@@ -209,8 +209,9 @@ class Streams:
         """Returns whether this worker has the stream, open or ended."""
         return key in self._streams or self._ended.get(key, time.monotonic()) is not None
 
-    def replay(self, key: str, offset: int) -> bool:
-        """Replays a stream from token `offset` on, unless it was just replayed; returns False if there is none."""
+    def replay(self, key: str, offset: int, prompt_offset: int | None = None) -> bool:
+        """Replays a stream from token `offset` on, and the log probabilities of its prompt from `prompt_offset` on,
+        unless it was just replayed; returns False if there is none."""
         now = time.monotonic()
         stream = self._streams.get(key) or self._ended.get(key, now)
         if stream is None:
@@ -221,7 +222,7 @@ class Streams:
             if not stream.replayed_at:
                 self._telemetry.replayed(stream, offset)
             stream.replayed_at = now
-            self._outbox.replay(stream, offset, now)
+            self._outbox.replay(stream, offset, now, prompt_offset)
         return True
 
     def abandon_all(self) -> None:

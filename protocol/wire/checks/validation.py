@@ -157,19 +157,25 @@ def _check_fetch_source(source: internal.FetchSource) -> None:
     check_ranges(source, "fetch_from.")
 
 
-def read_resync(headers: Mapping[str, str] | None, data: bytes) -> tuple[codec.Encoding, int, errors.Error | None]:
-    """Reads a resync; returns the encoding of its answer, the offset, and an error if the offset is not valid."""
+_NO_RESYNC = messages.ResyncRequest(offset=0)
+
+
+def read_resync(
+    headers: Mapping[str, str] | None, data: bytes
+) -> tuple[codec.Encoding, messages.ResyncRequest, errors.Error | None]:
+    """Reads a resync; returns the encoding of its answer, the request, and an error if an offset is not valid."""
     encoding = codec.Encoding.JSON
     try:
         encoding = codec.encoding_of(headers)
-        offset = _resyncs.decode(data, encoding).offset
-        if offset < 0:
-            raise errors.invalid_field("offset", f"must be 0 or more, got {offset}")
+        asked = _resyncs.decode(data, encoding)
+        for name, offset in (("offset", asked.offset), ("prompt_offset", asked.prompt_offset or 0)):
+            if offset < 0:
+                raise errors.invalid_field(name, f"must be 0 or more, got {offset}")
     except codec.MediaTypeError as error:
-        return encoding, 0, errors.make_error(errors.Code.INVALID_REQUEST, str(error))
+        return encoding, _NO_RESYNC, errors.make_error(errors.Code.INVALID_REQUEST, str(error))
     except errors.RequestError as error:
-        return encoding, 0, error.error
-    return encoding, offset, None
+        return encoding, _NO_RESYNC, error.error
+    return encoding, asked, None
 
 
 def check_id(request_id: str | None) -> None:
@@ -201,7 +207,9 @@ def required_features(request: messages.GenerateRequest) -> Iterator[RequiredFea
 
 def required_run_features(params: GenerationParams) -> Iterator[RequiredFeature]:
     """Yields those features that a worker can see in a run."""
-    if params.max_tokens == 0:
+    if params.prompt_logprobs is not None:
+        yield RequiredFeature("prompt_logprobs", "prompt_logprobs")
+    elif params.max_tokens == 0:
         yield RequiredFeature("cache_control", "max_tokens")
     if params.logprobs is not None:
         yield RequiredFeature("logprobs", "logprobs")
@@ -324,7 +332,7 @@ def _check_resume_from(resume_from: generate.ResumeFrom, params: GenerationParam
     _check_token_ids("resume_from.token_ids", resume_from.token_ids)
     if params.max_tokens is not None and count >= params.max_tokens:
         raise invalid_field("resume_from.token_ids", f"must be fewer than max_tokens, {params.max_tokens}, got {count}")
-    if params.logprobs is not None and not params.is_streamed:
+    if not params.is_streamed and (params.logprobs is not None or params.prompt_logprobs is not None):
         problem = "resume_from: the whole answer has no log probabilities of tokens that were given: stream it"
         raise errors.request_error(errors.Code.UNSUPPORTED, problem, param="resume_from")
 

@@ -50,6 +50,10 @@ class PartialCompletion:
         """Records that another worker is to continue it."""
         self.last_seq = -1
 
+    def start_over(self) -> None:
+        """Forgets all tokens, since the next worker samples them again."""
+        self.token_ids, self.logprobs = array("I"), bytearray()
+
     def append(self, token_id: int, seq: int) -> None:
         """Adds a token from an entry of the current worker's event log."""
         self.token_ids.append(token_id)

@@ -252,5 +252,7 @@ class PlacementQueue:
             return PlacementRequest(flight.key, num_tokens, session=session, answer_tokens=answer_tokens)
         # a worker that continues a completion computes it like a prompt, unless its blocks are cached
         token_ids = flight.prompt_ids + block_hash.pack_token_ids(flight.completion.token_ids)
+        if request.prompt_logprobs is not None:  # what is cached after this has to be computed again
+            token_ids = token_ids[: block_hash.TOKEN_BYTES * max(0, (request.prompt_logprobs_from or 0) - 1)]
         hashes = scheme.hashes(token_ids, flight.tenant, request.cache_salt or "", flight.adapters)
         return PlacementRequest(flight.key, num_tokens, hashes, session, answer_tokens)

@@ -25,6 +25,7 @@ _FEATURES = (
     "seed",
     "return_token_ids",
     "logprobs",
+    "prompt_logprobs",
     "penalties",
     "logit_bias",
     "progress",

@@ -8,6 +8,7 @@ from tokenbus.worker.contract.chat_format import ChatFormat
 from tokenbus.worker.engine.constraints.compiler import ModelTokens
 from tokenbus.worker.engine.device import features
 from tokenbus.worker.engine.device.non_finite import LogitsHealth
+from tokenbus.worker.engine.device.prompt_scores import PromptScores
 from tokenbus.worker.engine.device.sampler import Sampler
 from tokenbus.worker.files import model_config
 from tokenbus.worker.files.device_memory import DeviceMemory
@@ -46,6 +47,7 @@ class GeneratingRunner:
         self.reranker = None
         self.reasoning_closer: ReasoningCloser | None = None
         self.logits = LogitsHealth()
+        self.prompt_scores = PromptScores(tokenizer.size)
         self._sampler = Sampler(self.end_token_ids, tokenizer.size)
 
     def add_sequence(self, seq_no: int, sampling: engine_request.Sampling) -> None:

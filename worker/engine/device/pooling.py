@@ -279,6 +279,7 @@ class PoolingRunner:
         self.end_token_ids: frozenset[int] = frozenset()
         self.num_lanes = 1
         self.logits = None
+        self.prompt_scores = None
         self.canary: Listing[int] = ()
         self.adapters: RunnerAdapters | None = None
         self._device_memory = device_memory

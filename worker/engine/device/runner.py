@@ -16,6 +16,7 @@ from tokenbus.worker.files.device_memory import DeviceMemory
 if TYPE_CHECKING:  # a frontend imports this module, and numpy would cost it a tenth of a second
     from tokenbus.worker.engine.device.draws import Matrix
     from tokenbus.worker.engine.device.non_finite import LogitsHealth
+    from tokenbus.worker.engine.device.prompt_scores import PromptScores
     from tokenbus.worker.engine.scheduling.lanes import LaneShare
 
 
@@ -153,6 +154,11 @@ class Runner(Protocol):
     @property
     def logits(self) -> "LogitsHealth | None":
         """Summarizes some of the rows that steps compute; None if they compute none."""
+        ...
+
+    @property
+    def prompt_scores(self) -> "PromptScores | None":
+        """Collects the log probabilities of prompts; None if it can't compute them."""
         ...
 
     @property

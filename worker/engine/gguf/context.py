@@ -19,7 +19,7 @@ from tokenbus.worker.contract.engine_settings import EngineSettings
 from tokenbus.worker.engine.device.draws import Matrix
 from tokenbus.worker.engine.gguf import backend, settings_resolution
 from tokenbus.worker.engine.gguf.lanes import FIRST_SEQ_ID
-from tokenbus.worker.engine.gguf.model_facts import IDLE_LANES
+from tokenbus.worker.engine.gguf.model_facts import IDLE_LANES, OTHER_ROWS
 
 Outputs = Literal["none", "last", "all"]
 """Which tokens of each part have outputs: a row of logits, or a hidden state."""
@@ -37,6 +37,8 @@ class BatchPart(NamedTuple):
     start: int
     """The position of the first token."""
     token_ids: Listing[int]
+    num_last: int = 1
+    """How many of its tokens are its last ones, where only those have outputs."""
 
 
 class LlamaBatch:
@@ -72,13 +74,13 @@ class LlamaBatch:
     def fill(self, parts: Iterable[BatchPart], outputs: Outputs) -> None:
         """Lays out the tokens of all parts one after another."""
         at = 0
-        for number, start, token_ids in parts:
+        for number, start, token_ids, num_last in parts:
             end = at + len(token_ids)
             self._tokens[at:end] = token_ids
             self._positions[at:end] = range(start, start + len(token_ids))
             self._seq_ids[at:end] = self._first_seq_id + number
             self._wants_outputs[at:end] = outputs == "all"
-            self._wants_outputs[end - 1] = outputs != "none"
+            self._wants_outputs[end - num_last : end] = outputs != "none"
             at = end
         self.struct.n_tokens = at
 
@@ -132,6 +134,11 @@ def num_lanes(settings: EngineSettings, *, partial_state: bool) -> int:
     return min(settings.max_num_seqs + IDLE_LANES, int(llama.llama_max_parallel_sequences()) - FIRST_SEQ_ID)
 
 
+def max_rows(settings: EngineSettings) -> int:
+    """Returns the most tokens of one pass that may have logits."""
+    return settings.max_num_seqs + OTHER_ROWS
+
+
 def create(model: llama.llama_model_p, settings: EngineSettings, *, partial_state: bool) -> llama.llama_context_p:
     """`partial_state` is the model's `has_partial_state`. Raises ModelError if there is too little memory."""
     params = common_params(settings)
@@ -139,8 +146,7 @@ def create(model: llama.llama_model_p, settings: EngineSettings, *, partial_stat
     params.n_batch = settings.max_num_batched_tokens
     params.n_ubatch = min(settings.ubatch_tokens, settings.max_num_batched_tokens)
     params.n_seq_max = num_lanes(settings, partial_state=partial_state) + FIRST_SEQ_ID
-    # At most one token of each sequence has logits in a step.
-    params.n_outputs_max = params.n_seq_max
+    params.n_outputs_max = max_rows(settings)
     params.kv_unified = True  # decision 0020
     params.swa_full = False  # no lane goes back to an earlier window
     context: llama.llama_context_p | None = llama.llama_init_from_model(model, params)

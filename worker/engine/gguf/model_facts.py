@@ -15,9 +15,11 @@ from tokenbus.worker.files.gguf_metadata import Metadata
 from tokenbus.worker.files.layouts import GgufLayout
 
 IDLE_LANES = 48
-"""Lanes for the ends of cached prefixes. Each costs a row of logits in host memory."""
-OTHER_ROWS = IDLE_LANES + 1
-"""Rows of logits besides those of running sequences; one lane is for copies."""
+"""Lanes for the ends of cached prefixes."""
+OTHER_ROWS = 64
+"""Rows of logits in a pass besides those of running sequences: for the log probabilities of prompts, of which so many
+tokens are computed at a time. llama.cpp's attention on CPUs needs that many to be fast, and wants a row for each of its
+sequences, of which there are fewer."""
 EMBEDDED_INPUTS = 16
 """The most inputs that a model which generates embeds in one batch; each costs a row of logits."""
 MEAN_OUTPUTS = 64

@@ -184,7 +184,7 @@ def _take(parts: deque[BatchPart], count: int) -> list[BatchPart]:
     """Removes the first `count` tokens from parts, splitting the last one if necessary."""
     taken: list[BatchPart] = []
     while parts and count > 0:
-        number, start, token_ids = parts.popleft()
+        number, start, token_ids, _ = parts.popleft()
         if len(token_ids) > count:
             parts.appendleft(BatchPart(number, start + count, token_ids[count:]))
             token_ids = token_ids[:count]

@@ -16,7 +16,7 @@ from tokenbus.worker.contract import contract
 from tokenbus.worker.contract.engine_errors import DeviceError, ModelError
 from tokenbus.worker.contract.engine_settings import EngineSettings
 from tokenbus.worker.convert import converted
-from tokenbus.worker.engine.device import non_finite
+from tokenbus.worker.engine.device import non_finite, row_scores
 from tokenbus.worker.engine.device.draws import Matrix
 from tokenbus.worker.engine.device.generating_runner import GeneratingRunner
 from tokenbus.worker.engine.device.loaded_models import LoadedModels
@@ -26,6 +26,7 @@ from tokenbus.worker.engine.gguf.adapters import ContextAdapters
 from tokenbus.worker.engine.gguf.context import BatchPart, LlamaBatch
 from tokenbus.worker.engine.gguf.lanes import FIRST_SEQ_ID, Lanes
 from tokenbus.worker.engine.gguf.model import GgufModel, model_key
+from tokenbus.worker.engine.gguf.passes import Piece, to_passes
 from tokenbus.worker.engine.gguf.pooler import CausalEmbedder
 from tokenbus.worker.engine.host_cache import slot_store
 from tokenbus.worker.engine.host_cache.slot_store import SlotStore, kv_identity
@@ -144,6 +145,7 @@ class GgufRunner(GeneratingRunner):
         partial_state = self._model.has_partial_state
         self._context = context.create(handle, settings, partial_state=partial_state)
         self._batch = LlamaBatch(settings.max_num_batched_tokens, FIRST_SEQ_ID)
+        self._max_rows = context.max_rows(settings)
         self.lanes = Lanes(self._context, has_partial_state=partial_state)
         capabilities = probe.capabilities(handle, self._context, self.lanes)
         self._can_batch = capabilities.can_batch
@@ -179,23 +181,61 @@ class GgufRunner(GeneratingRunner):
         return [outcomes[part.lane] for part in plan.scheduled]
 
     def _compute(self, batch: Listing[ScheduledTokens]) -> dict[int, Outcome]:
-        """Computes a batch and samples; returns the outcome for each lane.
+        """Computes a batch and samples; returns the outcome for each lane."""
+        if all(part.first_row is None for part in batch):  # the usual case
+            return self._compute_pass([Piece(part, part.start, part.end) for part in batch])
+        outcomes: dict[int, Outcome] = {}
+        begun: set[int] = set()
+        for pieces in to_passes(batch, self._max_rows):
+            # What has failed is not continued: a part is done as a whole or not at all.
+            left = [one for one in pieces if not isinstance(outcomes.get(one.part.lane), Undone)]
+            if left:
+                outcomes |= self._compute_pass(left)
+                begun |= {one.part.lane for one in left if outcomes[one.part.lane] is not Undone.NO_ROOM}
+        for part in batch:
+            if isinstance(outcomes[part.lane], Undone):
+                self.prompt_scores.discard(part.sequence)
+            if outcomes[part.lane] is Undone.NO_ROOM and part.lane in begun:
+                is_cut = self.lanes.take_back(part.lane, part.start)
+                outcomes[part.lane] = Undone.NO_ROOM if is_cut else Undone.LOST
+        return outcomes
+
+    def _compute_pass(self, pieces: Listing[Piece]) -> dict[int, Outcome]:
+        """Computes pieces of parts together; returns the outcome for each lane, which is None for all but last pieces.
 
         Without any token to sample, a row of logits costs a pass over the whole output matrix. Instead, keys and values
         in host memory are checked, which takes less."""
-        has_rows = self._visible_cells is None or any(part.samples for part in batch)
-        if not self._decode(batch, has_rows=has_rows):
-            return {part.lane: Undone.NO_ROOM for part in batch}
-        if has_rows:
-            return non_finite.sort_out(batch, self._rows(len(batch)), self._sampler, self.logits)
-        return {part.lane: None if self._is_finite(part) else Undone.POISONED for part in batch}
+        has_rows = self._visible_cells is None or any(one.samples or one.has_scores for one in pieces)
+        if not self._decode(pieces, has_rows=has_rows):
+            return {one.part.lane: Undone.NO_ROOM for one in pieces}
+        if not has_rows:
+            return {one.part.lane: None if self._is_finite(one) else Undone.POISONED for one in pieces}
+        rows = self._rows(sum(one.num_rows for one in pieces))
+        if any(one.has_scores for one in pieces):
+            rows = self._score(pieces, rows)
+        return non_finite.sort_out([one.share for one in pieces], rows, self._sampler, self.logits)
 
-    def _decode(self, batch: Listing[ScheduledTokens], *, has_rows: bool) -> bool:
-        """Computes a batch; returns whether there was room in the KV memory."""
+    def _score(self, pieces: Listing[Piece], rows: Matrix) -> Matrix:
+        """Takes the log probabilities of prompts from the rows of pieces; returns the last row of each piece. It is not
+        finite if any row of the piece is not."""
+        ends = np.cumsum([one.num_rows for one in pieces])
+        last = rows[ends - 1]
+        for number, (piece, end) in enumerate(zip(pieces, ends.tolist(), strict=True)):
+            if not piece.has_scores:
+                continue
+            own = rows[end - piece.num_rows : end]
+            if any(non_finite.are_poisoned(own)):
+                last[number] = np.nan
+            else:
+                self.prompt_scores.add(piece.part.sequence, piece.end - len(own), piece.end, row_scores.packer(own))
+        return last
+
+    def _decode(self, pieces: Listing[Piece], *, has_rows: bool) -> bool:
+        """Computes pieces of a batch; returns whether there was room in the KV memory."""
         assert self._context is not None
         assert self.adapters is not None
-        self.adapters.activate(batch[0].sequence.adapters)
-        parts = (BatchPart(part.lane, part.start, part.token_ids) for part in batch)
+        self.adapters.activate(pieces[0].part.sequence.adapters)
+        parts = (BatchPart(one.part.lane, one.start, one.token_ids, one.num_rows) for one in pieces)
         self._batch.fill(parts, "last" if has_rows else "none")
         status = llama.llama_decode(self._context, self._batch.struct)
         if status not in (0, 1):  # 1: no slot in the KV memory; nothing has changed
@@ -206,11 +246,11 @@ class GgufRunner(GeneratingRunner):
         # llama.cpp packs the rows of tokens with logits, in batch order.
         return np.ctypeslib.as_array(llama.llama_get_logits(self._context), (count, self._tokenizer.size))
 
-    def _is_finite(self, part: ScheduledTokens) -> bool:
-        """Whether all keys and values of a share are finite."""
+    def _is_finite(self, piece: Piece) -> bool:
+        """Whether all keys and values of a piece are finite."""
         assert self._visible_cells is not None
-        blob = self.lanes.save(part.lane, part.start, part.start + part.num_tokens)
-        return not self._visible_cells.problem(memoryview(blob).cast("B"), part.start, part.num_tokens)
+        blob = self.lanes.save(piece.part.lane, piece.start, piece.end)
+        return not self._visible_cells.problem(memoryview(blob).cast("B"), piece.start, piece.end - piece.start)
 
     def _take_back(self, poisoned: Listing[ScheduledTokens]) -> dict[int, Outcome]:
         """Removes and overwrites what shares have computed; returns the outcome for each lane."""

@@ -75,7 +75,7 @@ class Allocation:
         only for the step's onload budget."""
         if self.root is None or self._cache.host.can_onload or self.num_private > 1:
             return False
-        wanted = self._next_reusable(token_ids)
+        wanted = self._next_reusable(token_ids, len(token_ids) - 1)
         found = self.node.longest_match(wanted)
         if found is None or len(wanted) > TOKEN_BYTES * found[1]:
             return False
@@ -92,18 +92,20 @@ class Allocation:
         self._add_private(needed)
         return True
 
-    def reuse_prefix(self, token_ids: "array[int]", num_computed: int) -> int:
-        """Reuses cached KV for a prefix of `token_ids`; returns how many tokens are then computed.
+    def reuse_prefix(self, token_ids: "array[int]", num_computed: int, most: int | None = None) -> int:
+        """Reuses cached KV for a prefix of `token_ids` of at most `most` tokens, all but the last if that is None;
+        returns how many tokens are then computed.
 
         At least one token is left to compute, since only computing gives logits."""
         if self.root is None or self._has_own_blocks(num_computed):
             return num_computed
-        self._reuse_blocks(token_ids)
+        most = len(token_ids) - 1 if most is None else most
+        self._reuse_blocks(token_ids, most)
         reused = self.node.end
         returned = self._num_returned * self._cache.block_size
         self._is_continued = self._is_new and returned >= _CONTINUED_SHARE * len(token_ids)
         if self.num_private == 0:
-            reused += self._reuse_start_of_block(token_ids)
+            reused += self._reuse_start_of_block(token_ids, most)
         return max(num_computed, reused)
 
     def cache_blocks(self, token_ids: "array[int]", num_computed: int) -> None:
@@ -151,7 +153,7 @@ class Allocation:
             self._cache.forget(unused)
         self._cache.ops.add(Wipe())
 
-    def _reuse_blocks(self, token_ids: "array[int]") -> None:
+    def _reuse_blocks(self, token_ids: "array[int]", most: int) -> None:
         """Reuses whole blocks that others have computed.
 
         Each next block of the prompt is one of these:
@@ -169,7 +171,7 @@ class Allocation:
         shared_from = self.node.end
         source = None
         covered: list[Block] = []
-        while (tokens := self._next_tokens(token_ids, len(token_ids) - 1)) is not None:
+        while (tokens := self._next_tokens(token_ids, most)) is not None:
             block = self.node.children.get(tokens)
             if block is None or not (block.lanes or cache.can_onload(block)):
                 break
@@ -196,7 +198,7 @@ class Allocation:
         for block in covered:
             cache.lanes.free_ending_at(block)
 
-    def _reuse_start_of_block(self, token_ids: "array[int]") -> int:
+    def _reuse_start_of_block(self, token_ids: "array[int]", most: int) -> int:
         """Reuses the first tokens of a block, full or partial, that begins like the prompt's next one:
 
             known    |-- a b c d --|
@@ -204,7 +206,7 @@ class Allocation:
 
         Returns their number. One token of the prompt is left to compute."""
         cache = self._cache
-        found = self.node.longest_match(self._next_reusable(token_ids))
+        found = self.node.longest_match(self._next_reusable(token_ids, most))
         if found is None:
             return 0
         block, count = found
@@ -256,11 +258,10 @@ class Allocation:
         end = start + self._cache.block_size
         return block_hash.pack_token_ids(token_ids[start:end]) if end <= num_tokens else None
 
-    def _next_reusable(self, token_ids: "array[int]") -> bytes:
-        """Returns the tokens after the shared blocks that may be taken from a cached one: all but the prompt's last,
-        which is computed."""
+    def _next_reusable(self, token_ids: "array[int]", most: int) -> bytes:
+        """Returns the tokens after the shared blocks that may be taken from a cached one: those before `most`."""
         start = self.node.end
-        return block_hash.pack_token_ids(token_ids[start : min(start + self._cache.block_size, len(token_ids) - 1)])
+        return block_hash.pack_token_ids(token_ids[start : min(start + self._cache.block_size, most)])
 
     def _add_private(self, count: int) -> None:
         """Takes free blocks, or gives them back if `count` is negative."""
@@ -307,10 +308,11 @@ class CheckpointedAllocation(Allocation):
         self._used: list[Checkpoint] = []
         """All of these, in order."""
 
-    def reuse_prefix(self, token_ids: "array[int]", num_computed: int) -> int:
+    def reuse_prefix(self, token_ids: "array[int]", num_computed: int, most: int | None = None) -> int:
         if self._domain is None:
             return num_computed
-        num_known, found = self._checkpoints.match(self._domain, token_ids, len(token_ids) - 1)
+        most = len(token_ids) - 1 if most is None else most
+        num_known, found = self._checkpoints.match(self._domain, token_ids, most)
         if found is not None and found.end > num_computed and self.allocate_blocks(found.end):
             if num_computed:
                 self._cache.ops.truncate(self.lane, 0)

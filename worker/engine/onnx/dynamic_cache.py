@@ -166,10 +166,10 @@ class DynamicCache:
             in_rows += rows
         return DecodeResult(in_rows, found[0] if len(found) == 1 else np.concatenate(found))
 
-    def prompt(self, part: ScheduledTokens, *, wants_logits: bool, adapters: AdapterInputs = NO_ADAPTERS) -> Array:
+    def prompt(self, part: ScheduledTokens, *, num_logits: int, adapters: AdapterInputs = NO_ADAPTERS) -> Array:
         ids = np.array(part.token_ids, np.int64)[None]
         positions = np.arange(part.start, part.start + part.num_tokens)[None]
-        return self._run(self._batch_of([part.lane]), ids, positions, adapters, wants_logits=wants_logits)
+        return self._run(self._batch_of([part.lane]), ids, positions, adapters, num_logits=num_logits)
 
     def release_lanes(self) -> bool:
         for batch in set(self._batches.values()):
@@ -183,7 +183,7 @@ class DynamicCache:
             batch.binding = None
 
     def _run(
-        self, batch: RowBatch, ids: Array, positions: Array, adapters: AdapterInputs, *, wants_logits: bool = True
+        self, batch: RowBatch, ids: Array, positions: Array, adapters: AdapterInputs, *, num_logits: int = 1
     ) -> Array:
         runner, has_past = self._graph_runner, batch.columns > 0
         mask = np.concatenate([batch.mask, np.ones(ids.shape, np.int64)], axis=1)
@@ -193,7 +193,7 @@ class DynamicCache:
             batch.binding.bind_input(kv.past, past)
             batch.binding.bind_output(kv.present, present)
         logits = runner.run(
-            batch.binding, ids, mask, positions, has_past=has_past, wants_logits=wants_logits, adapters=adapters
+            batch.binding, ids, mask, positions, has_past=has_past, num_logits=num_logits, adapters=adapters
         )
         batch.commit(mask)
         return logits

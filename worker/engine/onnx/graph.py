@@ -61,6 +61,8 @@ _UNKNOWN = HeadSizes()
 HIDDEN = "tokenbus.hidden"
 """The added output: the hidden states, of (batch, tokens, width)."""
 _LAST = "tokenbus.last"
+FIRST_LOGITS = f"{_LAST}.start"
+"""An input: the first of a run's tokens whose logits are computed, counted from the end, such as -1 for the last."""
 _PROJECTIONS = ("MatMul", "MatMulNBits", "MatMulBnb4", "MatMulIntegerToFloat", "FusedMatMul")
 """Nodes that keep the axes of their input. Gemm is not one of them: it takes matrices, which have no token axis."""
 _AFTER_PROJECTION = ("Cast", "Add", "Mul", "Div", "Tanh", "Identity")
@@ -282,21 +284,22 @@ def _is_beside(path: Path, name: str) -> bool:
 
 
 def keep_last_logits(model: onnx.ModelProto, logits: str) -> bool:
-    """Makes the graph compute only the last token's logits. Returns False, changing nothing, if it can't."""
+    """Makes the graph compute only the logits of the last tokens, from the one on that the input `FIRST_LOGITS` names.
+    Returns False, changing nothing, if it can't."""
     graph = model.graph
     node = _projection(graph, logits)
     if node is None:
         return False
     sliced = f"{_LAST}.hidden"
-    for name, value in (("start", -1), ("end", 2**31 - 1), ("axis", 1)):
+    for name, value in (("end", 2**31 - 1), ("axis", 1)):
         graph.initializer.append(helper.make_tensor(f"{_LAST}.{name}", TensorProto.INT64, [1], [value]))
-    inputs = [node.input[0], f"{_LAST}.start", f"{_LAST}.end", f"{_LAST}.axis"]
+    graph.input.append(helper.make_tensor_value_info(FIRST_LOGITS, TensorProto.INT64, [1]))
+    inputs = [node.input[0], FIRST_LOGITS, f"{_LAST}.end", f"{_LAST}.axis"]
     # Nodes must be in topological order, so the slice goes right before the projection.
     graph.node.insert(list(graph.node).index(node), helper.make_node("Slice", inputs, [sliced]))
     node.input[0] = sliced
     output = next(value for value in graph.output if value.name == logits)
     output.type.tensor_type.shape.dim[1].Clear()
-    output.type.tensor_type.shape.dim[1].dim_value = 1
     return True
 
 

@@ -159,8 +159,9 @@ class KvCache(Protocol):
         """Computes groups, each in its own runs."""
         ...
 
-    def prompt(self, part: ScheduledTokens, *, wants_logits: bool, adapters: AdapterInputs = NO_ADAPTERS) -> Array:
-        """Computes a part of any length. Returns its last logits, of (1, vocabulary), or (0, vocabulary)."""
+    def prompt(self, part: ScheduledTokens, *, num_logits: int, adapters: AdapterInputs = NO_ADAPTERS) -> Array:
+        """Computes a part of any length. Returns the logits after its last `num_logits` tokens, of (num_logits,
+        vocabulary)."""
         ...
 
     def release_lanes(self) -> bool:

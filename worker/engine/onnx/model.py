@@ -46,6 +46,8 @@ _OWN_FILE_COPIES = 2
 _OWN_FILE_LOADING_COPIES = 4
 """The copies in memory of weights in the graph's own file, once they are loaded and before: onnxruntime keeps what it
 has read, and arranges weights for its kernels."""
+SCORED_ROWS = 64
+"""Rows of logits that a run computes where the log probabilities of a prompt are wanted."""
 _MAX_EMBED_TOKENS = 2_048
 _UNKNOWN_HEADS = 16
 _SAMPLES = 64
@@ -120,7 +122,7 @@ class OnnxMemory:
             trained_context=self.trained_context or (0 if generates else settings_resolution.DEFAULT_INPUT),
             width=self._config.width or self.num_heads * 64,
             vocab_size=self._graph.vocab_size or 0,
-            rows=num_seqs,
+            rows=num_seqs + (SCORED_ROWS if generates else 0),
             kv_tokens=self._pool_tokens(settings) if generates else 0,
             heads=self.num_heads,
             embed_tokens=embed_tokens(settings, self.trained_context) if embeds else 0,

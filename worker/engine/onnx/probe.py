@@ -63,7 +63,7 @@ def canary(vocab_size: int) -> list[int]:
 
 def _prompt(cache: KvCache, lanes: LaneLengths, sequence: Sequence, count: int) -> Array:
     part = ScheduledTokens(sequence, 0, count)
-    logits = cache.prompt(part, wants_logits=True)
+    logits = cache.prompt(part, num_logits=1)
     lanes.grow(part.lane, 0, count)
     return logits
 

@@ -4,6 +4,7 @@ part of a prompt."""
 from collections.abc import Callable
 from collections.abc import Sequence as Listing
 
+import numpy as np
 import onnxruntime
 import structlog
 
@@ -11,7 +12,7 @@ from tokenbus.protocol.process import memory
 from tokenbus.protocol.wire import codec
 from tokenbus.worker.contract.engine_errors import DeviceError, InsufficientMemoryError, ModelError
 from tokenbus.worker.contract.engine_settings import EngineSettings
-from tokenbus.worker.engine.device import non_finite
+from tokenbus.worker.engine.device import non_finite, row_scores
 from tokenbus.worker.engine.device.generating_runner import GeneratingRunner
 from tokenbus.worker.engine.device.loaded_models import LoadedModels
 from tokenbus.worker.engine.device.runner import Embedder, Runner, RunnerAdapters
@@ -24,7 +25,7 @@ from tokenbus.worker.engine.onnx.adapters import ReplicaAdapters
 from tokenbus.worker.engine.onnx.dynamic_cache import DynamicCache
 from tokenbus.worker.engine.onnx.graph import Array
 from tokenbus.worker.engine.onnx.kv_cache import DecodeGroup, DecodeResult, KvCache, LaneLengths, OwnLanes
-from tokenbus.worker.engine.onnx.model import OnnxModel, embed_tokens, model_key
+from tokenbus.worker.engine.onnx.model import SCORED_ROWS, OnnxModel, embed_tokens, model_key
 from tokenbus.worker.engine.onnx.session import NO_ADAPTERS, AdapterInputs
 from tokenbus.worker.engine.onnx.settings_resolution import CacheSize
 from tokenbus.worker.engine.onnx.static_cache import StaticCache
@@ -170,6 +171,7 @@ class OnnxRunner(GeneratingRunner):
             outcomes = {part.lane: Undone.NO_ROOM for part in parts}
         for part in parts:
             if isinstance(outcomes[part.lane], Undone):  # the cache may be ahead of the lengths
+                self.prompt_scores.discard(part.sequence)
                 self._cache.erase(part.lane, part.start)
             else:
                 self._lanes.grow(part.lane, part.start, part.start + part.num_tokens)
@@ -185,14 +187,27 @@ class OnnxRunner(GeneratingRunner):
         return self._cache.decode([DecodeGroup(batch, self._inputs_for(batch[0])) for batch in batches])
 
     def _prompt(self, part: ScheduledTokens) -> Array:
-        """Computes a part of a prompt, in several runs if the graph computes the logits of every token."""
-        end = part.start + part.num_tokens
+        """Computes a part of a prompt; returns the logits after its last token. That takes several runs if the graph
+        computes the logits of every token, or if many are needed for log probabilities."""
+        end, first = part.start + part.num_tokens, part.first_row
         most = min(self._model.graph_runner.max_row_tokens, self._model.memory.max_run_tokens(end))
         adapters = self._inputs_for(part)
-        for start in range(part.start, end, most):
-            chunk = ScheduledTokens(part.sequence, start, min(most, end - start))
-            logits = self._cache.prompt(chunk, wants_logits=start + most >= end, adapters=adapters)
-        return logits
+        start, is_poisoned = part.start, False
+        while start < end:
+            stop = min(end, start + most)
+            num_rows = int(stop == end)
+            if first is not None and first < stop:
+                stop = min(stop, max(start, first) + SCORED_ROWS)
+                num_rows = stop - max(start, first)
+            chunk = ScheduledTokens(part.sequence, start, stop - start)
+            logits = self._cache.prompt(chunk, num_logits=num_rows, adapters=adapters)
+            if first is not None and num_rows and not is_poisoned:
+                is_poisoned = any(non_finite.are_poisoned(logits))
+                if not is_poisoned:
+                    self.prompt_scores.add(part.sequence, stop - num_rows, stop, row_scores.packer(logits))
+            start = stop
+        last = logits[-1:]
+        return np.full_like(last, np.nan) if is_poisoned else last
 
     def _inputs_for(self, part: ScheduledTokens) -> AdapterInputs:
         used = part.sequence.adapters

@@ -12,7 +12,7 @@ import structlog
 from tokenbus.worker.contract.engine_errors import DeviceError, InsufficientMemoryError, ModelError
 from tokenbus.worker.contract.engine_settings import EngineSettings
 from tokenbus.worker.engine.onnx.device import EXECUTION_PROVIDERS, Device
-from tokenbus.worker.engine.onnx.graph import Array, Graph, resolve_external_data
+from tokenbus.worker.engine.onnx.graph import FIRST_LOGITS, Array, Graph, resolve_external_data
 
 _ERRORS_ONLY = 3
 _OUT_OF_MEMORY = ("allocate memory", "out of memory", "bad_alloc", "bad allocation")
@@ -63,6 +63,7 @@ class Binding:
         self._kept: dict[str, Array] = {}
         self._no_adapters = adapter_inputs
         self._adapters = NO_ADAPTERS
+        self._num_logits = 0
         for name, tensor in adapter_inputs.items():
             self._io_binding.bind_ortvalue_input(name, tensor)
 
@@ -112,6 +113,12 @@ class Binding:
     def bind_device_output(self, name: str, address: int, shape: tuple[int, ...], dtype: "np.dtype[Any]") -> None:
         """Binds an output to the device's memory."""
         self._io_binding.bind_output(name, self._device.kind, self._device.number, dtype.type, shape, address)
+
+    def keep_logits(self, name: str, count: int) -> None:
+        """Makes a run compute the logits of its last `count` tokens; `name` is the input that says so."""
+        if count != self._num_logits:
+            self.bind_input(name, np.array([-count], np.int64))
+            self._num_logits = count
 
 
 def _open(model: onnx.ModelProto, path: Path, settings: EngineSettings, device: Device) -> Any:
@@ -167,12 +174,13 @@ class _Loaded(NamedTuple):
 
 
 class GraphRunner:
-    """A loaded graph. `last_logits_only` says whether it was changed to compute only the last token's logits."""
+    """A loaded graph. `last_logits_only` says whether it was changed to compute only the last tokens' logits."""
 
     def __init__(self, graph: Graph, session: Session, vocab_size: int, *, last_logits_only: bool) -> None:
         self.graph = graph
         self._loaded = _Loaded(session, NO_ADAPTERS)
         self._vocab_size = vocab_size
+        self._takes_first_logits = last_logits_only
         self._last_logits_only = last_logits_only or graph.keep_logits is not None
 
     def __repr__(self) -> str:
@@ -198,9 +206,11 @@ class GraphRunner:
         session, no_adapters = self._loaded
         return session.bind(no_adapters)
 
-    def bind_inputs(self, binding: Binding, ids: Array, mask: Array, positions: Array, *, has_past: bool) -> None:
+    def bind_inputs(
+        self, binding: Binding, ids: Array, mask: Array, positions: Array, *, has_past: bool, num_logits: int = 1
+    ) -> None:
         """Binds the inputs that the graph has. `ids` and `positions` are of (rows, tokens), `mask` of (rows, columns of
-        past and tokens)."""
+        past and tokens), and `num_logits` says of how many tokens the logits are computed at least."""
         graph = self.graph
         for name, array in (("input_ids", ids), (graph.mask, mask), (graph.positions, positions)):
             if name is not None:
@@ -208,7 +218,9 @@ class GraphRunner:
         if graph.token_types is not None:
             binding.bind_input(graph.token_types, np.zeros(ids.shape, graph.ids_dtype))
         if graph.keep_logits is not None:
-            binding.bind_input(graph.keep_logits, np.array(1, np.int64))
+            binding.bind_input(graph.keep_logits, np.array(max(1, num_logits), np.int64))
+        elif self._takes_first_logits:
+            binding.keep_logits(FIRST_LOGITS, max(1, num_logits))
         if graph.cache_branch is not None:
             binding.bind_input(graph.cache_branch, np.array([has_past]))
 
@@ -220,23 +232,22 @@ class GraphRunner:
         positions: Array,
         *,
         has_past: bool,
-        wants_logits: bool = True,
+        num_logits: int = 1,
         adapters: AdapterInputs = NO_ADAPTERS,
     ) -> Array:
-        """Returns the logits after the last token of each row, of (rows, vocabulary); no rows if they are not
-        requested.
+        """Returns the logits after the last `num_logits` tokens of each row, of (rows * num_logits, vocabulary).
 
         The inputs are those of `bind_inputs`, and the adapters of all rows. Raises InsufficientMemoryError and
         DeviceError."""
         graph = self.graph
         assert graph.logits is not None
-        self.bind_inputs(binding, ids, mask, positions, has_past=has_past)
+        self.bind_inputs(binding, ids, mask, positions, has_past=has_past, num_logits=num_logits)
         binding.bind_adapters(adapters)
         rows, count = ids.shape
-        shape = (rows, 1 if self._last_logits_only else count, self._vocab_size)
+        shape = (rows, max(1, num_logits) if self._last_logits_only else count, self._vocab_size)
         logits: Array = np.empty(shape, graph.logits_dtype)
-        if wants_logits:
+        if num_logits:
             binding.bind_output(graph.logits, logits)
         binding.run()
-        last: Array = logits[:, -1] if wants_logits else logits[:0, -1]
+        last: Array = logits[:, shape[1] - num_logits :].reshape(rows * num_logits, self._vocab_size)
         return last if last.dtype == np.float32 else last.astype(np.float32)

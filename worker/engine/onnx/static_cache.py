@@ -310,7 +310,7 @@ class StaticCache:
         logits = self._graph_runner.run(binding, ids, mask, starts, has_past=True, adapters=group.adapters)
         return DecodeResult(in_rows, logits)
 
-    def prompt(self, part: ScheduledTokens, *, wants_logits: bool, adapters: AdapterInputs = NO_ADAPTERS) -> Array:
+    def prompt(self, part: ScheduledTokens, *, num_logits: int, adapters: AdapterInputs = NO_ADAPTERS) -> Array:
         if not part.start:
             self._rows.claim_first_free_row(part.lane)
         row = self._rows.row_of(part.lane)
@@ -322,7 +322,7 @@ class StaticCache:
             np.ones_like(columns),
             columns[:, part.start :],
             has_past=part.start > 0,
-            wants_logits=wants_logits,
+            num_logits=num_logits,
             adapters=adapters,
         )
 

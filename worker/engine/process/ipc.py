@@ -17,7 +17,7 @@ from tokenbus.worker.contract import contract, engine_output, engine_request
 from tokenbus.worker.contract.contract import RecoveredCopies
 from tokenbus.worker.contract.engine_settings import EngineSettings
 from tokenbus.worker.engine.kv.retention import CacheHint
-from tokenbus.worker.engine.scheduling.plan import LogitsSummary
+from tokenbus.worker.engine.scheduling.plan import LogitsSummary, ScoredTokens
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason
 from tokenbus.worker.files.device_memory import DeviceMemory
 
@@ -56,6 +56,8 @@ class Add(IpcMessage, frozen=True):
     cache_ttl_s: float | None = None
     """The time to keep its prefix after it has ended; 0: evicted first."""
     reasoning_limit: engine_request.ReasoningLimit | None = None
+    logprobs_from: int | None = None
+    """The position of the first token of its prompt whose log probability is wanted; None if none is."""
 
     @property
     def hint(self) -> CacheHint:
@@ -327,6 +329,8 @@ class StepReport(IpcMessage, frozen=True):
     """None if nothing was computed."""
     kv_pool: KvPoolStats | None = None
     """None if it shares no KV memory."""
+    scored: list[ScoredTokens] = []
+    """The log probabilities of prompts that the step has computed."""
 
 
 class TokenizeCallResult(IpcMessage, frozen=True):

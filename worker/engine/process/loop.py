@@ -279,6 +279,7 @@ class StepLoop:
                 matcher=matcher,
                 hint=command.hint,
                 reasoning_budget=self._reasoning_budget(command),
+                logprobs_from=command.logprobs_from,
             )
             self._scheduler.add(sequence)
         except Exception:  # outermost frame of a sequence: it ends, the engine does not
@@ -421,7 +422,8 @@ class StepLoop:
         removed, stored = self._pool.prefixes.take_events()
         pairs = [(new.parent, new.hash) for new in stored]
         load, kv_pool = self._scheduler.load(), self._kv_pool_stats()
-        self._report(ipc.StepReport([], outputs, load, progress, removed, pairs, stats, kv_pool))
+        scored = [] if self._runner.prompt_scores is None else self._runner.prompt_scores.take()
+        self._report(ipc.StepReport([], outputs, load, progress, removed, pairs, stats, kv_pool, scored))
         if not self._scheduler.has_work:
             self._check_when_idle()
 

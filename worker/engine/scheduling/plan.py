@@ -26,6 +26,17 @@ class ScheduledTokens(NamedTuple):
         return self.start + self.num_tokens == self.sequence.num_tokens
 
     @property
+    def end(self) -> int:
+        return self.start + self.num_tokens
+
+    @property
+    def first_row(self) -> int | None:
+        """The first of its positions whose logits give a wanted log probability of the prompt; so do all after it. None
+        if there is none."""
+        first = self.sequence.first_row
+        return None if first is None or first >= self.end else max(first, self.start)
+
+    @property
     def lane(self) -> int:
         assert self.sequence.lane is not None, self.sequence
         return self.sequence.lane
@@ -96,6 +107,25 @@ class StepResult(NamedTuple):
     sampled: SampledToken | None
     """None if the sequence ended without a token."""
     finish_reason: EngineFinishReason | None
+
+
+class ScoredTokens(NamedTuple):
+    """Log probabilities of consecutive tokens of a prompt."""
+
+    seq_no: int
+    first: int
+    """The position of the first of these tokens."""
+    num_tokens: int
+    packed: bytes
+    """As in `worker/contract/prompt_logprobs.py`."""
+
+    @property
+    def end(self) -> int:
+        return self.first + self.num_tokens
+
+    def extended(self, num_tokens: int, packed: bytes) -> "ScoredTokens":
+        """Returns these and the tokens that follow."""
+        return self._replace(num_tokens=self.num_tokens + num_tokens, packed=self.packed + packed)
 
 
 class LogitsSummary(msgspec.Struct, frozen=True, array_like=True):

@@ -157,7 +157,8 @@ class Scheduler:
         for sequence in self._running:
             if not sequence.is_decoding:
                 before = sequence.num_computed
-                sequence.reuse_prefix(sequence.kv.reuse_prefix(sequence.token_ids, before))
+                reused = sequence.kv.reuse_prefix(sequence.token_ids, before, sequence.max_reused)
+                sequence.reuse_prefix(reused)
                 self._counters.restored_tokens += sequence.num_regained(before)
         isolated = self.isolated
         # A copy: a sequence that is preempted for another leaves the list of running ones.
@@ -182,7 +183,7 @@ class Scheduler:
                 continue
             sequence, samples = scheduled.sequence, scheduled.samples  # read before it gains a token
             assert samples == (outcome is not None), scheduled
-            sequence.num_computed += scheduled.num_tokens
+            sequence.compute(scheduled.num_tokens)
             self._counters.computed_tokens += scheduled.num_tokens
             self._counters.recomputed_tokens += sequence.num_regained(scheduled.start)
             acquit(sequence)

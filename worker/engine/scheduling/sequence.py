@@ -89,6 +89,9 @@ class Sequence:
     """The state of its constraint after all sampled tokens; None if its output is unconstrained."""
     reasoning_budget: ReasoningBudget | None = None
     """Its reasoning budget after all sampled tokens; None if its reasoning is unlimited."""
+    logprobs_from: int | None = None
+    """The position of the next token of its prompt whose log probability is wanted; None if none is. What is cached
+    can't replace computing the token before it."""
     num_prompt: int = dataclasses.field(init=False)
     num_computed: int = dataclasses.field(default=0, init=False)
     num_cached: int = dataclasses.field(default=0, init=False)
@@ -143,6 +146,20 @@ class Sequence:
         return self.num_uncomputed if stop is None else min(self.num_uncomputed, stop - self.num_computed)
 
     @property
+    def first_row(self) -> int | None:
+        """The position of the first token whose logits give a log probability of its prompt; None if nothing more is
+        wanted."""
+        if self.logprobs_from is None or self.logprobs_from >= self.num_prompt:
+            return None
+        return max(0, self.logprobs_from - 1)
+
+    @property
+    def max_reused(self) -> int:
+        """The most tokens that it may get from the cache: at least one is computed, since only that gives logits."""
+        last = self.num_tokens - 1
+        return last if self.first_row is None else min(last, self.first_row)
+
+    @property
     def is_decoding(self) -> bool:
         """Whether its client waits for its next token, and only what the last step added remains to be computed."""
         return self.num_uncomputed <= self._num_new
@@ -172,6 +189,12 @@ class Sequence:
         if not self.num_sampled:
             self.num_cached += num_computed - self.num_computed
         self.num_computed = num_computed
+
+    def compute(self, num_tokens: int) -> None:
+        """Records that a step has computed its next tokens, and what their logits give."""
+        self.num_computed += num_tokens
+        if self.logprobs_from is not None:
+            self.logprobs_from = max(self.logprobs_from, min(self.num_computed + 1, self.num_prompt))
 
     def preempt(self) -> None:
         """Records the loss of its KV memory: all tokens must be recomputed, but none resampled."""

@@ -96,10 +96,12 @@ def distinct_prompts(running: Iterable[Sequence], waiting: Iterable[Sequence]) -
     for each prompt in `waiting`, which have no lane yet."""
     prompts, blocks = list[Sequence](), set[object]()
     for sequence in running:
-        if sequence.lane is None or sequence.is_decoding or sequence.kv.awaits_onload(sequence.token_ids):
+        if sequence.lane is None or sequence.is_decoding:
             continue
         block = sequence.kv.next_block(sequence.token_ids)
-        if block in blocks or _awaits_checkpoint(sequence, prompts):
+        if sequence.num_computed < sequence.max_reused and (
+            sequence.kv.awaits_onload(sequence.token_ids) or block in blocks or _awaits_checkpoint(sequence, prompts)
+        ):
             continue
         prompts.append(sequence)
         if block is not None:

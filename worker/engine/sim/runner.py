@@ -2,6 +2,7 @@
 simulated."""
 
 import itertools
+import math
 import os
 import struct
 import threading
@@ -17,9 +18,10 @@ from tokenbus.protocol.wire import errors, internal
 from tokenbus.protocol.wire.checks import validation
 from tokenbus.protocol.wire.params import SamplingParams
 from tokenbus.worker.chat_format.reasoning_budget import ReasoningCloser
-from tokenbus.worker.contract import contract, engine_request
+from tokenbus.worker.contract import contract, engine_output, engine_request, prompt_logprobs
 from tokenbus.worker.contract.engine_errors import ModelError
 from tokenbus.worker.contract.engine_settings import EngineSettings
+from tokenbus.worker.engine.device.prompt_scores import PromptScores
 from tokenbus.worker.engine.device.runner import Embedder, Reranker, RunnerAdapters
 from tokenbus.worker.engine.host_cache.slot_store import SlotStore
 from tokenbus.worker.engine.host_cache.slots import SlotLayout
@@ -34,7 +36,18 @@ _END = 0
 _FIRST_WORD = 257
 """Id 0 ends a text, ids 1 to 256 are the bytes of prompts, and the others are the generated words."""
 _NUM_WORDS = VOCAB_SIZE - _FIRST_WORD
-_FEATURES = ("generate", "chat", "stop", "seed", "return_token_ids", "progress", "cache_control")
+_FEATURES = (
+    "generate",
+    "chat",
+    "stop",
+    "seed",
+    "return_token_ids",
+    "logprobs",
+    "prompt_logprobs",
+    "progress",
+    "cache_control",
+)
+_LOG_2 = math.log(2)
 _DEFAULT_CONTEXT = 131_072
 _DEFAULT_KV_TOKENS = 131_072
 _DEFAULT_NUM_SEQS = 64
@@ -191,6 +204,7 @@ class SimRunner:
         self.reasoning_closer: ReasoningCloser | None = None
         self.adapters: RunnerAdapters | None = None
         self.logits = None
+        self.prompt_scores = PromptScores(VOCAB_SIZE)
         self.canary: Listing[int] = (1,)
         self._is_stained = False
         self.config = _config(preset, settings)
@@ -267,6 +281,17 @@ class SimRunner:
         self._is_stained |= bool(stain) and stain in part.token_ids
         if self._is_stained or (poison and poison in part.token_ids):
             return Undone.POISONED
+        if part.first_row is not None:
+            token_ids, first = part.sequence.token_ids, part.first_row
+            self.prompt_scores.add(
+                part.sequence,
+                first,
+                part.end,
+                lambda row, scored, count: b"".join(
+                    prompt_logprobs.pack(one, *_probabilities(token_ids[: first + row + place], one, count))
+                    for place, one in enumerate(scored, start=1)
+                ),
+            )
         return self._sample(part) if part.samples else None
 
     def _sample(self, part: ScheduledTokens) -> SampledToken:
@@ -275,10 +300,27 @@ class SimRunner:
         A token at which the sequence would stop is skipped while it must not stop yet."""
         sequence, sampling = part.sequence, self._samplings[part.sequence.seq_no]
         seed = sampling.seed if sampling.temperature > 0 else 0  # greedy answers are the same for every seed
-        word = xxhash.xxh3_64_intdigest(f"{seed} {sequence.token_ids[-1]} {sequence.num_tokens}".encode())
-        while not sequence.may_stop and _FIRST_WORD + word % _NUM_WORDS in sampling.stop_token_ids:
-            word += 1
-        return SampledToken(_FIRST_WORD + word % _NUM_WORDS, None)
+        token_id = _word_after(sequence.token_ids, seed)
+        while not sequence.may_stop and token_id in sampling.stop_token_ids:
+            token_id = _FIRST_WORD + (token_id - _FIRST_WORD + 1) % _NUM_WORDS
+        if sampling.logprobs is None:
+            return SampledToken(token_id, None)
+        logprob, _, top = _probabilities(sequence.token_ids, token_id, sampling.logprobs)
+        return SampledToken(token_id, engine_output.Logprob(token_id, logprob, top))
+
+
+def _word_after(token_ids: Listing[int], seed: int) -> int:
+    word = xxhash.xxh3_64_intdigest(f"{seed} {token_ids[-1]} {len(token_ids)}".encode())
+    return _FIRST_WORD + word % _NUM_WORDS
+
+
+def _probabilities(token_ids: Listing[int], token_id: int, count: int) -> tuple[float, int, list[tuple[int, float]]]:
+    """Returns the log probability and the rank of the next token, and the likeliest `count` tokens. The word that is
+    taken without a temperature has a probability of a half, the token with the next id one of a quarter, and so on."""
+    likeliest = _word_after(token_ids, 0)
+    rank = (token_id - likeliest) % VOCAB_SIZE + 1
+    top = [((likeliest + place) % VOCAB_SIZE, -(place + 1) * _LOG_2) for place in range(min(count, VOCAB_SIZE))]
+    return -rank * _LOG_2, rank, top
 
 
 def _config(preset: str, settings: EngineSettings) -> contract.EngineConfig:
