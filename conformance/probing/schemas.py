@@ -83,6 +83,11 @@ ERROR: Schema = {
 }
 _ALTERNATIVE: Schema = {"id": COUNT, "text": TEXT, "bytes": list_of(COUNT), "logprob": NUMBER}
 LOGPROB: Schema = {**_ALTERNATIVE, "top": list_of(map_of(_ALTERNATIVE))}
+PROMPT_LOGPROB: Schema = {
+    **LOGPROB,
+    "logprob": optional(NUMBER),
+    "rank": optional(POSITIVE),
+}
 PROGRESS: Schema = {"prompt_tokens": COUNT, "processed_tokens": COUNT, "cached_tokens": COUNT}
 CANDIDATE: Schema = {
     "worker_id": NAME,

@@ -12,7 +12,8 @@ from tokenbus.conformance.probing.probe import MSGPACK, Probe, short_request
 _OPTIONAL = (
     "id", "messages", "token_ids", "min_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty",
     "repetition_last_n", "presence_penalty", "frequency_penalty", "seed", "stop", "stop_token_ids", "ignore_eos",
-    "logit_bias", "logprobs", "response_format", "regex", "choice", "grammar", "tools", "tool_choice",
+    "logit_bias", "logprobs", "prompt_logprobs", "prompt_logprobs_from", "response_format",
+    "regex", "choice", "grammar", "tools", "tool_choice",
     "chat_template_kwargs", "lora", "cache_prompt", "cache_salt", "session_id", "priority", "timeout_ms", "stream",
     "resume_from", "return_token_ids", "return_progress", "routing",
 )  # fmt: skip

@@ -2,6 +2,7 @@
 
 import json
 import re
+from typing import Any
 
 from tokenbus.conformance.probing import field_types, schemas, stream_checks
 from tokenbus.conformance.probing.assertions import BrokenError, SkippedError, expect, shorten
@@ -14,6 +15,7 @@ _CLOSING_TOKENS = 600
 """Tokens that may close reasoning at the most: some that are waited for, a message of the worker's, the marker."""
 _FEATURES: dict[str, object] = {
     "logprobs": 1,
+    "prompt_logprobs": 1,
     "presence_penalty": 0.5,
     "frequency_penalty": 0.5,
     "repetition_penalty": 1.1,
@@ -69,6 +71,33 @@ async def logprobs(probe: Probe) -> None:
         for entry in entries:
             field_types.check(entry, schemas.LOGPROB, "a logprob")
             expect(len(entry["top"]) <= 2, f"{len(entry['top'])} alternatives instead of 2")
+
+
+async def prompt_logprobs(probe: Probe) -> None:
+    """prompt_logprobs gives each token of the prompt exactly one entry, in order and before the first token; a whole
+    answer has all of them."""
+    streamed = await _short_answer(probe, prompt_logprobs=2)
+    expected, tokens = 0, 0
+    entries: list[dict[str, Any]] = []
+    for message in streamed.messages:
+        offset = message.get("prompt_offset")
+        expect(offset == expected, f"prompt_offset {shorten(offset)} instead of {expected}")
+        given = message.get("prompt_logprobs") or []
+        expect(not (given and tokens), "prompt_logprobs after a token")
+        tokens += message["tokens"]
+        entries += given
+        expected += len(given)
+    usage = streamed.messages[-1]["usage"]
+    expect(len(entries) == usage["prompt_tokens"], f"{len(entries)} entries for {usage['prompt_tokens']} tokens")
+    for place, entry in enumerate(entries):
+        field_types.check(entry, schemas.PROMPT_LOGPROB, "a log probability of the prompt")
+        expect((entry["logprob"] is None) == (place == 0), f"logprob {entry['logprob']} of token {place}")
+        expect(len(entry["top"]) <= (2 if place else 0), f"{len(entry['top'])} alternatives of token {place}")
+    late = await _short_answer(probe, prompt_logprobs=0, prompt_logprobs_from=1, stream=False)
+    terminal = late.messages[-1]
+    ids = [entry["id"] for entry in terminal.get("prompt_logprobs") or []]
+    expect(terminal.get("prompt_offset") == 1, f"prompt_offset {shorten(terminal.get('prompt_offset'))} instead of 1")
+    expect(ids == [entry["id"] for entry in entries[1:]], "another prompt in a whole answer from token 1 on")
 
 
 async def progress(probe: Probe) -> None:

@@ -32,6 +32,7 @@ LIMITS = (
     FieldLimits("frequency_penalty", (-2, 2), (-2.01, 2.01)),
     FieldLimits("seed", (0, 2**32 - 1), (-1, 2**32)),
     FieldLimits("logprobs", (0, 20), (-1, 21)),
+    FieldLimits("prompt_logprobs", (0, 20), (-1, 21)),
     FieldLimits("priority", (-1_000, 1_000), (-1_001, 1_001)),
     FieldLimits("timeout_ms", (600_000,), (0, -1)),
     FieldLimits("stop", ("s", _STOP, [_STOP] * 16), ("", _STOP + "s", ["a"] * 17, ["a", ""])),

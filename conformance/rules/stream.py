@@ -70,7 +70,16 @@ async def headers(probe: Probe) -> None:
 async def only_on_request(probe: Probe) -> None:
     """token_ids, logprobs, progress and routing appear only if requested."""
     for message in (await probe.short()).messages:
-        for name in ("token_ids", "logprobs", "progress", "routing", "tool_calls", "reasoning"):
+        for name in (
+            "token_ids",
+            "logprobs",
+            "prompt_offset",
+            "prompt_logprobs",
+            "progress",
+            "routing",
+            "tool_calls",
+            "reasoning",
+        ):
             expect(message.get(name) is None, f"{name} appears in a message though it was not requested")
 
 

@@ -44,7 +44,7 @@ class FakeTransport:
         self.num_cancels += 1
         self._then()
 
-    def send_resync(self, stream: ChunkStream, offset: int) -> None:
+    def send_resync(self, stream: ChunkStream, offset: int, prompt_offset: int | None = None) -> None:
         self.resyncs.append(offset)
 
     def submit(self, stream: ChunkStream, request: messages.GenerateRequest) -> None:

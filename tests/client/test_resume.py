@@ -49,7 +49,7 @@ class Fleet:
     def send_cancel(self, stream: ChunkStream) -> None:
         self.cancelled.append(stream.request_id)
 
-    def send_resync(self, stream: ChunkStream, offset: int) -> None: ...
+    def send_resync(self, stream: ChunkStream, offset: int, prompt_offset: int | None = None) -> None: ...
 
     def forget(self, stream: ChunkStream) -> None:
         self.num_forgotten += 1

@@ -120,6 +120,8 @@ PUBLIC: list[tuple[str, messages.Message]] = [
             ignore_eos=False,
             logit_bias={"50": -1.5},
             logprobs=2,
+            prompt_logprobs=1,
+            prompt_logprobs_from=3,
             response_format=messages.ResponseFormat(
                 type="json_schema",
                 json_schema=messages.JsonSchema(schema={"type": "object"}, name="n", strict=True, description="d"),
@@ -171,6 +173,24 @@ PUBLIC: list[tuple[str, messages.Message]] = [
                     logprob=-0.25,
                     top=[messages.TokenAlternative(id=195, text="\ufffd", bytes=[195], logprob=-1.5)],
                 )
+            ],
+        ),
+    ),
+    (
+        "log probabilities of the prompt",
+        messages.Chunk(
+            id="r-1",
+            prompt_offset=0,
+            prompt_logprobs=[
+                messages.PromptLogprob(id=97, text="a", bytes=[97], logprob=None, rank=None, top=[]),
+                messages.PromptLogprob(
+                    id=98,
+                    text="b",
+                    bytes=[98],
+                    logprob=-1.5,
+                    rank=2,
+                    top=[messages.TokenAlternative(id=99, text="c", bytes=[99], logprob=-0.25)],
+                ),
             ],
         ),
     ),
@@ -237,6 +257,7 @@ PUBLIC: list[tuple[str, messages.Message]] = [
     ("a refusal", messages.Chunk(id="", finish_reason=messages.FinishReason.ERROR, error=ERROR)),
     ("yes", messages.CancelReply(cancelled=True)),
     ("from a token on", messages.ResyncRequest(offset=17)),
+    ("from a token of the prompt on", messages.ResyncRequest(offset=0, prompt_offset=5)),
     ("yes", messages.ResyncReply(found=True)),
     ("from no token", messages.ResyncReply(found=True, error=ERROR)),
     ("of an announcement", messages.UploadReply(upload="tokenbus.v1.upload.default.0f1e.2d3c")),

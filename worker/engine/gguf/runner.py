@@ -219,7 +219,7 @@ class GgufRunner(GeneratingRunner):
         """Takes the log probabilities of prompts from the rows of pieces; returns the last row of each piece. It is not
         finite if any row of the piece is not."""
         ends = np.cumsum([one.num_rows for one in pieces])
-        last = rows[ends - 1]
+        last: Matrix = rows[ends - 1]
         for number, (piece, end) in enumerate(zip(pieces, ends.tolist(), strict=True)):
             if not piece.has_scores:
                 continue

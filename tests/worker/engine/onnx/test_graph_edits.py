@@ -28,11 +28,13 @@ def model(request: pytest.FixtureRequest) -> onnx.ModelProto:
     return graph.load(FOLDERS[request.param]() / "onnx" / "model.onnx")
 
 
-def run(model: onnx.ModelProto, tokens: list[list[int]] = TOKENS) -> Arrays:
+def run(model: onnx.ModelProto, tokens: list[list[int]] = TOKENS, num_logits: int = 1) -> Arrays:
     """All outputs for a prompt without a past."""
     found = graph.read(model, "m.onnx")
     ids = np.array(tokens, np.int64)
     given: Arrays = {"input_ids": ids, "attention_mask": np.ones_like(ids)}
+    if any(one.name == graph.FIRST_LOGITS for one in model.graph.input):
+        given[graph.FIRST_LOGITS] = np.array([-num_logits], np.int64)
     given |= {kv.past: np.zeros((len(ids), kv.heads, 0, kv.width), kv.dtype) for kv in found.kv}
     if found.positions is not None:
         given[found.positions] = np.tile(np.arange(ids.shape[1]), (len(ids), 1))
@@ -84,10 +86,17 @@ def test_a_trimmed_graph_gives_the_last_logits_of_every_row() -> None:
     np.testing.assert_allclose(run(model, rows)["logits"], whole[:, -1:], atol=1e-5)
 
 
-def test_what_a_trimmed_graph_says_of_itself_is_what_it_gives(model: onnx.ModelProto) -> None:
+def test_a_trimmed_graph_gives_the_logits_of_as_many_tokens_as_it_is_told() -> None:
+    model = graphs.tiny()
+    whole = run(model)["logits"]
+    assert graph.keep_last_logits(model, "logits")
+    np.testing.assert_allclose(run(model, num_logits=2)["logits"], whole[:, -2:], atol=1e-5)
+
+
+def test_a_trimmed_graph_says_how_many_logits_a_token_has(model: onnx.ModelProto) -> None:
     graph.keep_last_logits(model, "logits")
     sizes = model.graph.output[0].type.tensor_type.shape.dim
-    assert [sizes[1].dim_value, sizes[2].dim_value] == list(run(model)["logits"].shape[1:])
+    assert sizes[2].dim_value == run(model)["logits"].shape[2]
 
 
 def test_hidden_states_are_those_that_the_logits_are_made_of(model: onnx.ModelProto) -> None:
