@@ -1,8 +1,10 @@
 """The reassembler passes on what continues a stream, once, however chunks are repeated or divided, and notices gaps."""
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import UNSET
 
 from tokenbus.client.wire.reassembler import BrokenStreamError, Duplicate, Gap, ReadyChunks, Reassembler
 from tokenbus.protocol.wire import messages
@@ -183,3 +185,53 @@ def test_a_stream_with_losses_repeats_and_new_cuts_is_exact_once_everything_has_
                     case Gap():
                         gapped = True
             at = stop
+
+
+# log probabilities of the prompt
+
+
+def scored(prompt_offset: int, count: int = 0, **fields: object) -> messages.Chunk:
+    one = messages.PromptLogprob(id=1, text="a", bytes=[97], logprob=-1.0, rank=1, top=[])
+    logprobs = [msgspec.structs.replace(one, id=prompt_offset + place) for place in range(count)]
+    return chunk(prompt_offset=prompt_offset, prompt_logprobs=logprobs or UNSET, worker_id="w", **fields)
+
+
+def scored_ids(added: object) -> list[int] | None:
+    return [one.id for one in added.chunk.prompt_logprobs or ()] if isinstance(added, ReadyChunks) else None
+
+
+def test_log_probabilities_of_a_prompt_are_taken_once_and_in_order() -> None:
+    reassembler = Reassembler(prompt_offset=2)
+    assert scored_ids(reassembler.add(scored(2))) == []
+    assert scored_ids(reassembler.add(scored(2, 3))) == [2, 3, 4]
+    assert reassembler.add(scored(2, 3)) == Duplicate()
+    assert scored_ids(reassembler.add(scored(3, 4))) == [5, 6]
+    assert reassembler.prompt_offset == 7
+
+
+def test_missing_log_probabilities_of_a_prompt_show_as_a_gap_in_whatever_comes_next() -> None:
+    reassembler = Reassembler(prompt_offset=0)
+    reassembler.add(scored(0, 2))
+    for ahead in (scored(3, 1), scored(3), scored(5, tokens=1, text="a"), scored(5, finish_reason=STOP)):
+        assert reassembler.add(ahead) == Gap()
+    assert isinstance(reassembler.add(scored(9, finish_reason=ERROR)), ReadyChunks)
+
+
+def test_an_attempt_that_begins_again_repeats_no_log_probability_of_a_prompt() -> None:
+    reassembler = Reassembler(prompt_offset=0)
+    reassembler.add(scored(0, 4, attempt=1))
+    assert scored_ids(reassembler.add(scored(0, attempt=2))) == []
+    assert reassembler.add(scored(0, 3, attempt=2)) == Duplicate()
+    assert scored_ids(reassembler.add(scored(3, 3, attempt=2))) == [4, 5]
+
+
+def test_a_whole_answer_brings_all_log_probabilities_of_its_prompt() -> None:
+    reassembler = Reassembler(prompt_offset=1)
+    whole = scored(1, 3, tokens=1, text="a", finish_reason=STOP)
+    assert reassembler.add(whole) == ReadyChunks(whole)
+
+
+def test_a_stream_that_continues_another_has_the_log_probabilities_of_its_prompt() -> None:
+    reassembler = Reassembler(3, prompt_offset=0)
+    assert isinstance(reassembler.add(scored(8, offset=3)), ReadyChunks)
+    assert reassembler.prompt_offset == 8

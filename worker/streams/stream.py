@@ -166,10 +166,10 @@ class WorkerStream:
 
     @property
     def prompt_offset(self) -> int | UnsetType:
-        """How many tokens of the prompt the client has log probabilities of, or needs none of, once it has all chunks.
+        """The position of the prompt's next token whose log probability is to be published.
 
-        Where the stream continues one of another worker, it has those of all: they are computed again only in case it
-        asks for them, or for the whole answer."""
+        Where the stream continues one of another worker, its client has them all: they are computed again only in case
+        it has lost some."""
         if self._prompt_scores is None:
             return UNSET
         return self.num_prompt_tokens if self.num_resumed else self._prompt_scores.end

@@ -38,7 +38,7 @@ class BatchPart(NamedTuple):
     """The position of the first token."""
     token_ids: Listing[int]
     num_last: int = 1
-    """How many of its tokens are its last ones, where only those have outputs."""
+    """The number of its last tokens that have outputs where not all do."""
 
 
 class LlamaBatch:

@@ -34,7 +34,7 @@ class Piece(NamedTuple):
 
     @property
     def num_rows(self) -> int:
-        """How many of its last tokens have a row of logits."""
+        """The number of its last tokens that have a row of logits."""
         first = self.part.first_row
         return 1 if first is None or first >= self.end else self.end - max(first, self.start)
 

@@ -117,7 +117,7 @@ class ScoredTokens(NamedTuple):
     """The position of the first of these tokens."""
     num_tokens: int
     packed: bytes
-    """As in `worker/contract/prompt_logprobs.py`."""
+    """The records of `worker/contract/prompt_logprobs.py`."""
 
     @property
     def end(self) -> int:

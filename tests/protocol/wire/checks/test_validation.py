@@ -378,6 +378,11 @@ def test_a_bare_request_leaves_everything_to_the_model() -> None:
     assert validation.to_params(make()) == GenerationParams()
 
 
+def test_only_the_prompt_can_be_asked_for_where_nothing_is_cached_if_its_log_probabilities_are_wanted() -> None:
+    needs = list(validation.required_features(make(max_tokens=0, prompt_logprobs=0)))
+    assert needs == [RequiredFeature("prompt_logprobs", "prompt_logprobs")]
+
+
 def test_everything_that_was_asked_goes_on_to_the_worker() -> None:
     asked = {
         "max_tokens": 5,
@@ -393,6 +398,8 @@ def test_everything_that_was_asked_goes_on_to_the_worker() -> None:
         "frequency_penalty": 0.25,
         "logprobs": 0,
         "return_progress": True,
+        "prompt_logprobs": 3,
+        "prompt_logprobs_from": 7,
         "stop": ["a", "b"],
         "stop_token_ids": [7, 0],
         "ignore_eos": True,
