@@ -8,7 +8,7 @@ from msgspec import UNSET
 
 from tokenbus.gateway.http import http_errors
 from tokenbus.gateway.openai import other_names, schemas
-from tokenbus.gateway.openai.choices import ChoicesEncoder, encode_logprobs
+from tokenbus.gateway.openai.choices import PLAIN, ChoicesEncoder, StreamForm, encode_logprobs, encode_prompt_logprobs
 from tokenbus.gateway.openai.fields import ReasoningWishes, RequestedReasoning, read_wishes
 from tokenbus.gateway.openai.other_names import ThinkingSwitch
 from tokenbus.gateway.openai.sampling_fields import SamplingFields
@@ -25,7 +25,7 @@ from tokenbus.gateway.serving.answer_events import (
     TokensCounted,
     TokensSampled,
 )
-from tokenbus.gateway.serving.dialect import ApiEndpoint, ParsedGeneration, RequestHead, UnservedField
+from tokenbus.gateway.serving.dialect import ApiEndpoint, ParsedGeneration, RequestHead, ResponseHead, UnservedField
 from tokenbus.protocol.wire import errors
 from tokenbus.protocol.wire import messages as wire
 from tokenbus.protocol.wire.checks import validation
@@ -128,7 +128,9 @@ def read(chat: ChatRequest, head: RequestHead) -> ParsedGeneration:
     return ParsedGeneration(
         model=head.model,
         requests=(request,),
-        encoder=functools.partial(ChunkEncoder, n=chat.num_answers, form=chat.stream_form),
+        encoder=functools.partial(
+            ChunkEncoder, n=chat.num_answers, form=chat.stream_form, prompt_logprobs=chat.prompt_logprobs
+        ),
         stream=bool(chat.stream),
         n=chat.num_answers,
         counts_tokens=chat.stream_form.continuous_usage,
@@ -171,6 +173,13 @@ class ChunkEncoder(ChoicesEncoder):
     event_type = schemas.ChatCompletionChunk
     response_type = schemas.ChatCompletion
 
+    def __init__(
+        self, head: ResponseHead, *, n: int = 1, form: StreamForm = PLAIN, prompt_logprobs: int | None = None
+    ) -> None:
+        """`prompt_logprobs` is how many of the likeliest tokens a whole response has for each one of the prompt."""
+        super().__init__(head, n=n, form=form)
+        self._num_prompt_logprobs = prompt_logprobs
+
     def encode(self, choice: int, events: Sequence[AnswerEvent]) -> list[bytes]:
         """Returns the events of one chunk of an answer."""
         deltas: list[schemas.ChunkChoice] = []
@@ -212,7 +221,11 @@ class ChunkEncoder(ChoicesEncoder):
 
     def whole(self, answers: Sequence[AnswerEventReader]) -> bytes:
         """Returns the JSON body of a chat completion."""
-        return self._response([_whole_choice(number, answer) for number, answer in enumerate(answers)], answers)
+        choices = [_whole_choice(number, answer) for number, answer in enumerate(answers)]
+        if self._num_prompt_logprobs is None:
+            return self._response(choices, answers)
+        scored = encode_prompt_logprobs(answers[0].prompt_logprobs, self._num_prompt_logprobs)
+        return self._response(choices, answers, prompt_logprobs=scored)
 
 
 ENDPOINT = ApiEndpoint(

@@ -107,9 +107,9 @@ class ChoicesEncoder:
             )
         )
 
-    def _response(self, choices: list[Any], answers: Sequence[AnswerEventReader]) -> bytes:
+    def _response(self, choices: list[Any], answers: Sequence[AnswerEventReader], **more: Any) -> bytes:
         usages = {number: one.end.usage for number, one in enumerate(answers) if one.end and one.end.usage}
-        return self._encode(self.response_type, choices, encode_usage(total_usage(usages, self._n)))
+        return self._encode(self.response_type, choices, encode_usage(total_usage(usages, self._n)), **more)
 
     def _encode(
         self, form: type[Any], choices: list[Any], usage: schemas.CompletionUsage | UnsetType | None, **more: Any
@@ -146,3 +146,19 @@ def encode_logprobs(tokens: Sequence[messages.TokenLogprob]) -> list[schemas.Cha
         )
         for token in tokens
     ]
+
+
+def encode_prompt_logprobs(tokens: Sequence[messages.PromptLogprob], num_top: int) -> schemas.PromptLogprobs:
+    """Returns the log probabilities of a prompt in vLLM's form, with the likeliest `num_top` tokens of each."""
+    encoded: schemas.PromptLogprobs = []
+    for token in tokens:
+        if token.logprob is None or token.rank is None:
+            encoded.append(None)
+            continue
+        own = schemas.PromptTokenLogprob(logprob=token.logprob, rank=token.rank, decoded_token=token.text)
+        likeliest = {
+            str(one.id): schemas.PromptTokenLogprob(logprob=one.logprob, rank=rank, decoded_token=one.text)
+            for rank, one in enumerate(token.top[:num_top], start=1)
+        }
+        encoded.append({str(token.id): own} | likeliest)
+    return encoded

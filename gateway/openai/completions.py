@@ -1,15 +1,16 @@
 """Completions: a wire request for each plain prompt, and the answers to all of them as one list of choices."""
 
+import codecs
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
 from tokenbus.gateway.http import http_errors
 from tokenbus.gateway.openai import other_names, schemas
-from tokenbus.gateway.openai.choices import PLAIN, ChoicesEncoder, StreamForm
+from tokenbus.gateway.openai.choices import PLAIN, ChoicesEncoder, StreamForm, encode_prompt_logprobs
 from tokenbus.gateway.openai.sampling_fields import SamplingFields
 from tokenbus.gateway.serving.answer_events import (
     AnswerEnded,
@@ -17,6 +18,7 @@ from tokenbus.gateway.serving.answer_events import (
     AnswerEventReader,
     PartGrew,
     PromptComputed,
+    PromptScored,
     TokensCounted,
     TokensSampled,
 )
@@ -49,10 +51,20 @@ class Logprobs(msgspec.Struct, frozen=True, kw_only=True):
     """The log probabilities of an answer's tokens, or of part of them: every list has one item per token."""
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    """null for the first token of an echoed prompt, which nothing precedes."""
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
-    """Characters of the answer before each token."""
+    """Characters of the text before each token."""
+
+    def followed_by(self, more: "Logprobs") -> "Logprobs":
+        """Returns these and those of the tokens that follow."""
+        return Logprobs(
+            tokens=self.tokens + more.tokens,
+            token_logprobs=self.token_logprobs + more.token_logprobs,
+            top_logprobs=self.top_logprobs + more.top_logprobs,
+            text_offset=self.text_offset + more.text_offset,
+        )
 
 
 class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,6 +74,18 @@ class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
     index: int
     logprobs: Logprobs | None = None
     finish_reason: str | None
+    prompt_logprobs: schemas.PromptLogprobs | UnsetType = UNSET
+    """vLLM's, if requested."""
+
+
+class Echo(NamedTuple):
+    """What a response says of a prompt, before its answers."""
+
+    text: str = ""
+    has_tokens: bool = False
+    """Whether the text is that of its tokens, which come with their log probabilities: the prompt was token ids."""
+    logprobs: int | None = None
+    """The number of likeliest tokens that are shown with each of its tokens; None: no log probabilities are."""
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,16 +115,26 @@ def read(asked: CompletionRequest, head: RequestHead) -> ParsedGeneration:
         place = "prompt" if len(requests) == 1 else f"prompt[{number}]"
         with http_errors.renaming(http_errors.by_field(asked.renamed | {"prompt": place, "token_ids": place})):
             validation.check_request(request)
-    echoed = [one.prompt or "" if asked.echo else "" for one in requests]
+    echoes = [_echo(asked, one) for one in requests]
     return ParsedGeneration(
         model=head.model,
         requests=requests,
-        encoder=functools.partial(CompletionEncoder, n=n, echoed=echoed, form=asked.stream_form),
+        encoder=functools.partial(
+            CompletionEncoder, n=n, echoes=echoes, form=asked.stream_form, prompt_logprobs=asked.prompt_logprobs
+        ),
         stream=bool(asked.stream),
         n=n,
         counts_tokens=asked.stream_form.continuous_usage,
-        name_of=http_errors.by_field({"token_ids": "prompt"}),
+        name_of=http_errors.by_field(
+            {"token_ids": "prompt"} | ({} if asked.prompt_logprobs is not None else {"prompt_logprobs": "echo"})
+        ),
     )
+
+
+def _echo(asked: CompletionRequest, request: wire.GenerateRequest) -> Echo:
+    if not asked.echo:
+        return Echo()
+    return Echo(request.prompt or "", has_tokens=request.prompt is None, logprobs=asked.logprobs)
 
 
 def _prompts_of(given: str | list[str | int | list[int]] | None) -> list[str | list[int]]:
@@ -129,10 +163,6 @@ def _check(asked: CompletionRequest, num_prompts: int, n: int) -> None:
         raise errors.invalid_field("prompt", f"at most {MAX_ANSWERS} answers are allowed, got {num_prompts} times {n}")
     if asked.best_of not in (None, n):
         raise errors.unsupported_field("best_of", f"must equal n, which is {n}")
-    if asked.echo and not isinstance(asked.prompt, str) and not all(isinstance(one, str) for one in asked.prompt or ()):
-        raise errors.unsupported_field("echo", "only text prompts are supported")
-    if asked.echo and asked.logprobs is not None:
-        raise errors.unsupported_field("echo", "the log probabilities of a prompt are not computed")
 
 
 def _to_wire(
@@ -141,6 +171,9 @@ def _to_wire(
     common = asked.to_wire(session)
     if common["max_tokens"] is None:
         common["max_tokens"] = DEFAULT_MAX_TOKENS
+    if asked.echo and (asked.logprobs is not None or not isinstance(prompt, str)):
+        # the tokens of a prompt of token ids have their texts there
+        common["prompt_logprobs"] = max(asked.prompt_logprobs or 0, asked.logprobs or 0)
     return wire.GenerateRequest(
         id=request_id,
         prompt=prompt if isinstance(prompt, str) else None,
@@ -157,27 +190,43 @@ class CompletionEncoder(ChoicesEncoder):
     id_prefix = "cmpl-"
     event_type = response_type = Completion
 
-    def __init__(self, head: ResponseHead, *, n: int, echoed: Sequence[str], form: StreamForm = PLAIN) -> None:
-        """`echoed` has the text to put before the answers to each prompt."""
+    def __init__(
+        self,
+        head: ResponseHead,
+        *,
+        n: int,
+        echoes: Sequence[Echo],
+        form: StreamForm = PLAIN,
+        prompt_logprobs: int | None = None,
+    ) -> None:
+        """`echoes` has what to put before the answers to each prompt. A whole response has `prompt_logprobs` of the
+        likeliest tokens for each one of the prompt."""
         super().__init__(head, n=n, form=form)
-        self._echoed = echoed
+        self._echoes = echoes
+        self._num_prompt_logprobs = prompt_logprobs
         self._offsets: dict[int, int] = {}
         """The number of characters in each answer's tokens so far."""
+        self._decoders: dict[int, codecs.IncrementalDecoder] = {}
+        """The decoders of prompts whose tokens are echoed."""
 
     def encode(self, choice: int, events: Sequence[AnswerEvent]) -> list[bytes]:
         """Returns the events of one chunk of an answer."""
         text, logprobs, reason = "", None, None
         progress: list[bytes] = []
+        echo = self._echoes[choice // self._n]
         for event in events:
             match event:
                 case PromptComputed() | TokensCounted():
                     self._note(choice, event)
                     if isinstance(event, PromptComputed):
                         progress = self._progress(CompletionChoice(text="", index=choice, finish_reason=None), event)
+                case PromptScored():
+                    if echo.has_tokens:
+                        text += self._echoed_text(choice, event.logprobs)
+                    if echo.logprobs is not None:
+                        logprobs = self._logprobs(choice, event.logprobs, echo.logprobs)
                 case TokensSampled():
-                    offset = self._offsets.get(choice, 0)
-                    logprobs = _logprobs_of(event.logprobs, offset)
-                    self._offsets[choice] = offset + sum(map(len, logprobs.tokens))
+                    logprobs = self._logprobs(choice, event.logprobs)
                 case PartGrew():
                     text += event.added
                 case AnswerEnded():
@@ -190,7 +239,7 @@ class CompletionEncoder(ChoicesEncoder):
             return progress
         if choice not in self._started:
             self._started.add(choice)
-            text = self._echoed[choice // self._n] + text
+            text = echo.text + text
         made = CompletionChoice(text=text, index=choice, logprobs=logprobs, finish_reason=reason)
         return [*progress, self._event([made])]
 
@@ -200,12 +249,32 @@ class CompletionEncoder(ChoicesEncoder):
 
     def _whole_choice(self, number: int, answer: AnswerEventReader) -> CompletionChoice:
         assert answer.end is not None, answer
+        echo, prompt, asked = self._echoes[number // self._n], answer.prompt_logprobs, self._num_prompt_logprobs
+        echoed = self._echoed_text(number, prompt) if echo.has_tokens else echo.text
+        logprobs = None if echo.logprobs is None else self._logprobs(number, prompt, echo.logprobs)
+        if answer.logprobs:
+            sampled = self._logprobs(number, answer.logprobs)
+            logprobs = sampled if logprobs is None else logprobs.followed_by(sampled)
         return CompletionChoice(
-            text=self._echoed[number // self._n] + "".join(part.text for part in answer.parts),
+            text=echoed + "".join(part.text for part in answer.parts),
             index=number,
-            logprobs=_logprobs_of(answer.logprobs, 0) if answer.logprobs else None,
+            logprobs=logprobs,
             finish_reason=answer.end.finish_reason,
+            prompt_logprobs=UNSET if asked is None else encode_prompt_logprobs(prompt, asked),
         )
+
+    def _echoed_text(self, choice: int, tokens: Sequence[wire.PromptLogprob]) -> str:
+        """Returns the text of the next tokens of a prompt, in whole characters."""
+        decoder = self._decoders.setdefault(choice, _decoder(errors="replace"))
+        return decoder.decode(b"".join([bytes(token.bytes) for token in tokens]))
+
+    def _logprobs(
+        self, choice: int, tokens: Sequence[wire.TokenLogprob | wire.PromptLogprob], num_top: int | None = None
+    ) -> Logprobs:
+        """Returns the log probabilities of the next tokens of a prompt, or of the answer to it."""
+        made = _logprobs_of(tokens, self._offsets.get(choice, 0), num_top)
+        self._offsets[choice] = self._offsets.get(choice, 0) + sum(map(len, made.tokens))
+        return made
 
 
 ENDPOINT = ApiEndpoint(
@@ -225,8 +294,14 @@ ENDPOINT = ApiEndpoint(
 )
 
 
-def _logprobs_of(tokens: Sequence[wire.TokenLogprob], offset: int) -> Logprobs:
-    """Returns the log probabilities of tokens, the first of which begins at `offset`."""
+_decoder = codecs.getincrementaldecoder("utf-8")
+
+
+def _logprobs_of(
+    tokens: Sequence[wire.TokenLogprob | wire.PromptLogprob], offset: int, num_top: int | None
+) -> Logprobs:
+    """Returns the log probabilities of tokens, the first of which begins at `offset`, with at most `num_top` of the
+    likeliest ones for each."""
     offsets = []
     for token in tokens:
         offsets.append(offset)
@@ -236,6 +311,9 @@ def _logprobs_of(tokens: Sequence[wire.TokenLogprob], offset: int) -> Logprobs:
         token_logprobs=[token.logprob for token in tokens],
         # Several tokens may have the same text, such as one byte of a character each: the likeliest comes first and
         # counts.
-        top_logprobs=[{one.text: one.logprob for one in reversed(token.top)} for token in tokens],
+        top_logprobs=[
+            None if token.logprob is None else {one.text: one.logprob for one in reversed(token.top[:num_top])}
+            for token in tokens
+        ],
         text_offset=offsets,
     )

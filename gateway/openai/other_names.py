@@ -41,7 +41,7 @@ class OtherNames(CommonFields, frozen=True, kw_only=True):
     """The fields of chat completions and completions that are not OpenAI's, beside those that have the wire's names."""
 
     structured_outputs: StructuredOutputs | None = None
-    """This field and those up to `random_seed` are served: the constraints, by all the names that servers give them."""
+    """This field and those up to `prompt_logprobs` are served: constraints by all their names."""
     guided_json: str | dict[str, Any] | None = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
@@ -53,6 +53,7 @@ class OtherNames(CommonFields, frozen=True, kw_only=True):
     repeat_penalty: float | None = None
     repeat_last_n: int | None = None
     random_seed: int | None = None
+    prompt_logprobs: int | None = None
     # Refused unless the value changes nothing: UNSERVED says which.
     use_beam_search: Any = None
     include_stop_str_in_output: Any = None
@@ -65,7 +66,6 @@ class OtherNames(CommonFields, frozen=True, kw_only=True):
     logprob_token_ids: Any = None
     return_token_ids: Any = None
     return_tokens_as_token_ids: Any = None
-    prompt_logprobs: Any = None
     return_hidden_states: Any = None
     return_routed_experts: Any = None
     response_fields: Any = None
@@ -109,7 +109,6 @@ UNSERVED: dict[str, UnservedField] = {
     "logprob_token_ids": UnservedField("use top_logprobs"),
     "return_token_ids": UnservedField("/tokenize has the ids of a text", (None, False)),
     "return_tokens_as_token_ids": UnservedField("log probabilities have each token's text and bytes", (None, False)),
-    "prompt_logprobs": UnservedField("the log probabilities of a prompt are not computed"),
     "return_hidden_states": UnservedField("no states of the model are returned", (None, False)),
     "return_routed_experts": UnservedField("no states of the model are returned", (None, False)),
     "response_fields": UnservedField("responses have all fields", (None, [])),

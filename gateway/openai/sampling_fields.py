@@ -37,6 +37,8 @@ class SamplingFields(OtherNames, frozen=True, kw_only=True):
             raise errors.invalid_field("n", f"must be 1 to {MAX_CHOICES}, got {self.n}")
         if self.stream_options is not None and not self.stream:
             raise errors.invalid_field("stream_options", "needs stream: true")
+        if self.prompt_logprobs is not None and self.stream:
+            raise errors.unsupported_field("prompt_logprobs", "only responses that are not streamed have them")
 
     @property
     def num_answers(self) -> int:
@@ -63,6 +65,7 @@ class SamplingFields(OtherNames, frozen=True, kw_only=True):
             "max_tokens": self.max_tokens,
             "response_format": self.response_format,
             "cache_prompt": self.cache_prompt,
+            "prompt_logprobs": self.prompt_logprobs,
             "return_progress": form.shows_progress or form.continuous_usage or None,
         }
         return super().to_wire(session) | own | other_names.constraint(self)[0] | other_names.aliases(self)[0]

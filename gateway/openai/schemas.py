@@ -100,6 +100,19 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: str
 
 
+class PromptTokenLogprob(msgspec.Struct, frozen=True, kw_only=True):
+    """The log probability of a token at a position of the prompt."""
+
+    logprob: float
+    rank: int
+    """Its place among all tokens, the likeliest being 1."""
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptTokenLogprob] | None]
+"""For each position, the log probabilities of its token and of the likeliest ones, by token id; null for the first."""
+
+
 class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
     """The response to an unstreamed request."""
 
@@ -110,6 +123,8 @@ class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     choices: list[Choice]
     usage: CompletionUsage | None
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    """vLLM's, if requested."""
 
 
 class ChoiceDelta(msgspec.Struct, frozen=True, kw_only=True):

@@ -63,6 +63,12 @@ class TokensSampled(NamedTuple):
     logprobs: list[messages.TokenLogprob]
 
 
+class PromptScored(NamedTuple):
+    """The log probabilities of the prompt's next tokens, if requested."""
+
+    logprobs: list[messages.PromptLogprob]
+
+
 class PartStarted(NamedTuple):
     part: AnswerPart
 
@@ -87,7 +93,9 @@ class AnswerEnded(NamedTuple):
     """Where the worker's time went."""
 
 
-AnswerEvent = PromptComputed | TokensCounted | TokensSampled | PartStarted | PartGrew | PartEnded | AnswerEnded
+AnswerEvent = (
+    PromptComputed | PromptScored | TokensCounted | TokensSampled | PartStarted | PartGrew | PartEnded | AnswerEnded
+)
 
 
 class AnswerEventReader:
@@ -99,6 +107,7 @@ class AnswerEventReader:
         self._counts_tokens = counts_tokens
         self.parts: list[AnswerPart] = []
         self.logprobs: list[messages.TokenLogprob] = []
+        self.prompt_logprobs: list[messages.PromptLogprob] = []
         self.end: AnswerEnded | None = None
         """None until the answer has ended successfully."""
         self._open: AnswerPart | None = None
@@ -116,6 +125,10 @@ class AnswerEventReader:
             events.append(PromptComputed(done.prompt_tokens, done.cached_tokens, done.processed_tokens))
         if self._counts_tokens and chunk.tokens:
             events.append(TokensCounted(chunk.offset + chunk.tokens))
+        if chunk.prompt_logprobs:
+            if self._keeps_logprobs:
+                self.prompt_logprobs += chunk.prompt_logprobs
+            events.append(PromptScored(chunk.prompt_logprobs))
         if chunk.logprobs:
             if self._keeps_logprobs:
                 self.logprobs += chunk.logprobs

@@ -84,6 +84,7 @@ async def send_whole(
     async for number, chunk in answers.chunks():
         log.on_chunk(chunk, number)
         num_logprobs += sum(1 + len(token.top) for token in chunk.logprobs or ())
+        num_logprobs += sum(1 + len(token.top) for token in chunk.prompt_logprobs or ())
         if num_logprobs > MAX_LOGPROBS:
             raise http_errors.ApiError(http_errors.TOO_MANY_LOGPROBS)
         readers[number].read(chunk)

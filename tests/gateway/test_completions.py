@@ -71,6 +71,68 @@ def test_log_probabilities_of_a_completion(client: openai.OpenAI) -> None:
     assert told.text_offset == [sum(map(len, told.tokens[:n])) for n in range(3)]
 
 
+def test_an_echoed_prompt_has_the_log_probabilities_of_its_tokens(client: openai.OpenAI) -> None:
+    text = "12 + 30 = 42"
+    echoed = client.completions.create(**GREEDY | {"max_tokens": 1}, prompt=text, echo=True, logprobs=2).choices[0]
+    alone = client.completions.create(**GREEDY | {"max_tokens": 0}, prompt=text, echo=True, logprobs=2).choices[0]
+    assert alone.text == text
+    assert alone.finish_reason == "length"
+    assert echoed.text.startswith(text)
+    for choice in (echoed, alone):
+        told = choice.logprobs
+        assert told is not None
+        assert "".join(told.tokens or []) == choice.text
+        assert told.token_logprobs is not None
+        assert told.top_logprobs is not None
+        assert (told.token_logprobs[0], told.top_logprobs[0]) == (None, None)
+        assert all(value <= 0 for value in told.token_logprobs[1:])
+        assert all(len(top) == 2 for top in told.top_logprobs[1:])
+        assert len(told.text_offset or []) == len(told.token_logprobs)
+    assert alone.logprobs is not None
+    assert echoed.logprobs is not None
+    assert (echoed.logprobs.tokens or [])[:-1] == alone.logprobs.tokens
+    # what follows from the beginning of the text is what the model would have sampled
+    sampled = client.completions.create(**GREEDY | {"max_tokens": 2}, prompt="12 + 30 =", logprobs=0).choices[0]
+    assert sampled.logprobs is not None
+    expected = sampled.logprobs.token_logprobs or []
+    assert (alone.logprobs.token_logprobs or [])[-len(expected) :] == pytest.approx(expected, abs=0.02)
+
+
+def test_a_streamed_echo_is_what_a_whole_one_is_for_texts_and_token_ids(client: openai.OpenAI) -> None:
+    token_ids = client.post("/../tokenize", body={"model": "demo", "prompt": "Ünï 3"}, cast_to=dict[str, Any])["tokens"]
+    for prompt in ("Ünï 3", token_ids):
+        for logprobs in (None, 1):
+            asked = GREEDY | {"prompt": prompt, "echo": True, "logprobs": logprobs}
+            whole = client.completions.create(**asked).choices[0]
+            assert whole.text.startswith("Ünï 3")
+            text, tokens = "", list[str]()
+            with client.completions.create(**asked, stream=True) as stream:
+                for event in stream:
+                    text += event.choices[0].text
+                    tokens += (event.choices[0].logprobs.tokens or []) if event.choices[0].logprobs else []
+            assert text == whole.text
+            assert tokens == ((whole.logprobs.tokens or []) if whole.logprobs else [])
+
+
+def test_log_probabilities_of_a_prompt_in_vllms_form(client: openai.OpenAI) -> None:
+    choice = client.completions.create(**GREEDY, prompt="12 + 30 =", extra_body={"prompt_logprobs": 1}).choices[0]
+    first, *others = choice.model_extra["prompt_logprobs"]  # type: ignore[index]
+    assert first is None
+    assert others
+    for one in others:
+        ranks = [entry["rank"] for entry in one.values()]
+        assert 1 in ranks
+        assert len(one) == (1 if ranks[0] == 1 else 2)
+        assert all(entry["logprob"] <= 0 and "decoded_token" in entry for entry in one.values())
+    assert choice.logprobs is None
+    said = client.chat.completions.create(
+        model="demo", messages=[{"role": "user", "content": "1"}], max_tokens=1, extra_body={"prompt_logprobs": 0}
+    )
+    assert said.usage is not None
+    scored = said.model_extra["prompt_logprobs"]  # type: ignore[index]
+    assert [len(one or {}) for one in scored] == [0] + [1] * (said.usage.prompt_tokens - 1)
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [

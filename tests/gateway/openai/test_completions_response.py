@@ -5,13 +5,14 @@ from typing import Any
 
 from tokenbus.gateway.openai import completions
 from tokenbus.gateway.openai.choices import StreamForm
+from tokenbus.gateway.openai.completions import Echo
 from tokenbus.gateway.serving.answer_events import AnswerEventReader
 from tokenbus.gateway.serving.dialect import ResponseHead
 from tokenbus.protocol.wire import messages
 
 HEAD = ResponseHead("r", 1_700_000_000, "demo")
 STOP, LENGTH = messages.FinishReason.STOP, messages.FinishReason.LENGTH
-PLAIN: dict[str, Any] = {"n": 1, "echoed": [""], "form": StreamForm(include_usage=False)}
+PLAIN: dict[str, Any] = {"n": 1, "echoes": [Echo()], "form": StreamForm(include_usage=False)}
 
 
 def usage(prompt: int, generated: int) -> messages.Usage:
@@ -32,7 +33,7 @@ def token(text: str, logprob: float = -0.5, *top: tuple[str, float]) -> messages
 def streamed(form: dict[str, Any], *chunks: tuple[int, messages.Chunk]) -> list[Any]:
     encoder, readers = (
         completions.CompletionEncoder(HEAD, **form),
-        [AnswerEventReader() for _ in form["echoed"] * form["n"]],
+        [AnswerEventReader() for _ in form["echoes"] * form["n"]],
     )
     encoded = [event for number, one in chunks for event in encoder.encode(number, readers[number].read(one))]
     lines = b"".join(encoded + encoder.end()).decode().split("\n\n")
@@ -67,7 +68,7 @@ def test_tokens_without_text_make_no_event() -> None:
 
 
 def test_the_prompt_is_echoed_once_before_each_of_its_answers() -> None:
-    form = {"n": 2, "echoed": ["A", "B"], "form": StreamForm(include_usage=False)}
+    form = {"n": 2, "echoes": [Echo("A"), Echo("B")], "form": StreamForm(include_usage=False)}
     events = streamed(form, *[(number, chunk(text)) for text in "xy" for number in range(4)])
     texts = [
         "".join(event["choices"][0]["text"] for event in events if event["choices"][0]["index"] == n) for n in range(4)
@@ -79,13 +80,13 @@ def test_the_prompt_is_echoed_once_before_each_of_its_answers() -> None:
 
 
 def test_an_answer_that_ends_without_text_is_its_prompt_alone() -> None:
-    form = {"n": 1, "echoed": ["A"], "form": StreamForm(include_usage=False)}
+    form = {"n": 1, "echoes": [Echo("A")], "form": StreamForm(include_usage=False)}
     (event,) = streamed(form, (0, chunk(reason=STOP)))
     assert (event["choices"][0]["text"], event["choices"][0]["finish_reason"]) == ("A", "stop")
 
 
 def test_a_prompt_counts_once_for_all_its_answers_and_prompts_are_added() -> None:
-    form = {"n": 2, "echoed": ["", ""], "form": StreamForm(include_usage=True)}
+    form = {"n": 2, "echoes": [Echo(), Echo()], "form": StreamForm(include_usage=True)}
     ends = [chunk("x", STOP, usage=usage(3, 2)), chunk("x", STOP, usage=usage(3, 4))]
     ends += [chunk("x", STOP, usage=usage(10, 1)), chunk("x", STOP, usage=usage(10, 1))]
     *events, last = streamed(form, *reversed(list(enumerate(ends))))
