@@ -79,7 +79,7 @@ class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Echo(NamedTuple):
-    """What a response says of a prompt, before its answers."""
+    """The part of a response that repeats a prompt, before its answers."""
 
     text: str = ""
     has_tokens: bool = False
