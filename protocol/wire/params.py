@@ -107,11 +107,14 @@ class JsonSchema(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A JSON schema in the form of OpenAI's chat API."""
 
     schema: dict[str, Any] | None = None
-    """The schema, as JSON of at most 64 KiB, with at most 1,000 properties, 64 `patternProperties` and 64 levels."""
+    """The schema, as JSON of at most 64 KiB, with at most 1,000 properties, 64 `patternProperties` and 64 levels. An
+    object has only the members that its `properties` name, unless the schema has `additionalProperties`, or several
+    schemas describe the same object (`allOf`)."""
     name: str | None = None
     """Ignored."""
     strict: bool | None = None
-    """Ignored: the answer always follows the schema."""
+    """Whether the schema is refused unless it follows OpenAI's rules: each object has `additionalProperties: false` and
+    requires all its properties. The answer follows the schema in any case. false if absent."""
     description: str | None = None
     """Ignored."""
 

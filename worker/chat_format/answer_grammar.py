@@ -43,14 +43,15 @@ def calls_grammar(
     is_required: bool,
     parallel: bool = True,
     in_reasoning: bool = False,
+    may_reason: bool = True,
     content: Mapping[str, Any] | None = None,
     strict: Collection[str] = (),
 ) -> str:
     """Returns the grammar of an answer that may call these tools, or must if `is_required`.
 
-    `parallel`: it may have more than one call. `in_reasoning`: it begins inside the reasoning. `content`: the JSON
-    schema of an answer without calls. `strict` names the tools whose schemas must be followed completely. The rule
-    `call_<n>` matches the calls of tool number n. Raises GrammarError."""
+    `parallel`: it may have more than one call. `in_reasoning`: it begins inside the reasoning. `may_reason`: it may
+    open reasoning itself. `content`: the JSON schema of an answer without calls. `strict` names the tools whose schemas
+    must be followed completely. The rule `call_<n>` matches the calls of tool number n. Raises GrammarError."""
     if form.calls is None or not tools:
         raise GrammarError("the model's chat format has no tool calls")
     calls = form.calls if parallel else msgspec.structs.replace(form.calls, parallel=False)
@@ -58,30 +59,30 @@ def calls_grammar(
     arguments = {name: closed(schema, is_strict=name in strict) for name, schema in tools.items()}
     free = "TEXT" if content is None else json_of(content)
     if form.channels is not None:
-        answer = _messages(lark, form.channels, free)
+        answer = _messages(lark, form.channels, free, may_reason=may_reason)
         lark.add("call", _called_messages(lark, form.channels, arguments))
         return lark.write("message* call" if is_required else f"{answer} | message* call")
     lark.add("content", _content(lark, form, calls, arguments, free, is_required=is_required))
-    return lark.write(f"{_reasoning(lark, form, is_open=in_reasoning)} content")
+    return lark.write(f"{_reasoning(lark, form, is_open=in_reasoning, may_open=may_reason)} content")
 
 
-def reasoning_grammar(form: ChatFormat, *, in_reasoning: bool) -> str:
-    """Returns the grammar of reasoning, if the model may reason, followed by `@body`; empty if it does not."""
+def reasoning_grammar(form: ChatFormat, *, in_reasoning: bool, may_reason: bool = True) -> str:
+    """Returns the grammar of what comes before an answer's text, such as reasoning, followed by `@body`; empty if
+    nothing does. `in_reasoning`: it begins inside the reasoning. `may_reason`: it may open reasoning itself."""
     lark = LarkWriter(form.tokens)
     if form.channels is not None:
-        return lark.write(_messages(lark, form.channels, "@body"))
-    if form.reasoning is None:
-        return ""
-    return lark.write(f"{_reasoning(lark, form, is_open=in_reasoning)} {_content_open(lark, form)}@body")
+        return lark.write(_messages(lark, form.channels, "@body", may_reason=may_reason))
+    before = f"{_reasoning(lark, form, is_open=in_reasoning, may_open=may_reason)} {_content_open(lark, form)}".strip()
+    return lark.write(f"{before} @body") if before else ""
 
 
-def _reasoning(lark: LarkWriter, form: ChatFormat, *, is_open: bool) -> str:
+def _reasoning(lark: LarkWriter, form: ChatFormat, *, is_open: bool, may_open: bool) -> str:
     reasoning = form.reasoning
     if reasoning is None:
         return ""
     if is_open:
         return lark.text_until(reasoning.close)
-    if not reasoning.open.strip():
+    if not may_open or not reasoning.open.strip():
         return ""
     return f"({lark.marker(reasoning.open.lstrip())} {lark.text_until(reasoning.close)})?"
 
@@ -118,10 +119,10 @@ def _calls(lark: LarkWriter, calls: Calls, tools: Tools) -> str:
     return f"call{more} {lark.marker(calls.section_close)}".strip()
 
 
-def _messages(lark: LarkWriter, channels: Channels, last: str) -> str:
+def _messages(lark: LarkWriter, channels: Channels, last: str, *, may_reason: bool) -> str:
     """Returns an expression for messages with headers: any number of them before the last one, whose body is `last`."""
     channel, body = lark.marker(channels.channel), lark.marker(channels.body)
-    kinds = one_of([*channels.reasoning, *channels.content])
+    kinds = one_of([*(channels.reasoning if may_reason else ()), *channels.content])
     lark.add("message", f"{channel} {kinds} {body} TEXT {lark.marker(channels.ends[0])} {lark.marker(channels.start)}")
     lark.add("answer", f"{channel} {one_of(list(channels.content))} {body} {last}")
     return "message* answer"

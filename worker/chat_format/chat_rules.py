@@ -47,6 +47,11 @@ class ChatRules:
         """Returns whether an answer after this begins inside the reasoning."""
         return AnswerParser(self.rules, tools=None, key="", generation_prompt=generation_prompt).is_reasoning
 
+    def has_reasoned(self, generation_prompt: str) -> bool:
+        """Returns whether an answer after this begins after the reasoning."""
+        close = self.format.reasoning.close.strip() if self.format.reasoning is not None else ""
+        return bool(close) and close in generation_prompt and not self.begins_in_reasoning(generation_prompt)
+
     def _texts(self, token_ids: Iterable[int]) -> Iterable[str]:
         """Yields the text of each token, with a marker as one character that no text can contain."""
         for token_id in token_ids:

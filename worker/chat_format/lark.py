@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import quote
 
+from tokenbus.worker.chat_format.closed_objects import close_objects
 from tokenbus.worker.chat_format.parsing.values import Schema, followed, properties
 
 _JSON_STYLE = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
@@ -118,6 +119,7 @@ def closed(schema: Schema, *, is_strict: bool) -> dict[str, Any]:
     """Returns the schema of a tool's arguments, in which unnamed members are allowed only if it says so explicitly.
 
     Keywords that can't be compiled are ignored, unless `is_strict`."""
+    schema = close_objects(schema)
     if isinstance(target := followed(schema, schema), Mapping) and "$ref" in schema:
         schema = {**schema, **target}
         del schema["$ref"]

@@ -19,6 +19,7 @@ from tokenbus.protocol.wire.checks import validation
 from tokenbus.protocol.wire.params import GenerationParams
 from tokenbus.worker.chat_format.answer_grammar import calls_grammar, reasoning_grammar
 from tokenbus.worker.chat_format.chat_rules import ChatRules
+from tokenbus.worker.chat_format.closed_objects import close_objects
 from tokenbus.worker.chat_format.lark import GrammarError
 from tokenbus.worker.contract import contract, engine_output, engine_request
 from tokenbus.worker.settings.settings import FrontendSettings
@@ -54,8 +55,7 @@ def answer_rules(
     )
     constraint = None
     if can_constrain:
-        in_reasoning = chat.begins_in_reasoning(generation_prompt)
-        constraint = _chat_constraint(asked, callable_tools, chat, in_reasoning=in_reasoning)
+        constraint = _chat_constraint(asked, callable_tools, chat, generation_prompt)
     elif callable_tools and asked.tool_choice not in (None, "auto", {}):
         problem = "tool_choice: this engine can't make a model call a tool, only auto and none are served"
         raise errors.request_error(errors.Code.UNSUPPORTED, problem, param="tool_choice")
@@ -75,9 +75,11 @@ def _parameters(asked: GenerationParams) -> dict[str, dict[str, Any]]:
 
 
 def _chat_constraint(
-    asked: GenerationParams, callable_tools: dict[str, dict[str, Any]], chat: ChatRules, *, in_reasoning: bool
+    asked: GenerationParams, callable_tools: dict[str, dict[str, Any]], chat: ChatRules, generation_prompt: str
 ) -> engine_request.Constraint | None:
     wanted = to_constraint(asked)
+    in_reasoning = chat.begins_in_reasoning(generation_prompt)
+    may_reason = not reasoning.is_off(asked.reasoning) and not chat.has_reasoned(generation_prompt)
     is_required = bool(asked.tool_choice) and asked.tool_choice != "auto"
     try:
         if callable_tools:
@@ -87,6 +89,7 @@ def _chat_constraint(
                 is_required=is_required,
                 parallel=asked.parallel_tool_calls is not False,
                 in_reasoning=in_reasoning,
+                may_reason=may_reason,
                 content=None if wanted is None else json.loads(wanted.source),
                 strict={one["function"]["name"] for one in asked.called_tools if one["function"].get("strict") is True},
             )
@@ -102,7 +105,7 @@ def _chat_constraint(
             )
         if wanted is None:
             return None
-        preamble = reasoning_grammar(chat.format, in_reasoning=in_reasoning)
+        preamble = reasoning_grammar(chat.format, in_reasoning=in_reasoning, may_reason=may_reason)
         return msgspec.structs.replace(wanted, preamble=preamble)
     except GrammarError as error:
         if callable_tools and not is_required and wanted is None:
@@ -123,7 +126,7 @@ def to_constraint(asked: GenerationParams) -> engine_request.Constraint | None:
     if wanted is not None and wanted.type == "json_object":
         return engine_request.Constraint(kind=kinds.JSON_SCHEMA, source='{"type":"object"}', param="response_format")
     if wanted is not None and wanted.type == "json_schema" and wanted.json_schema is not None:
-        source = msgspec.json.encode(wanted.json_schema.schema).decode()
+        source = msgspec.json.encode(close_objects(wanted.json_schema.schema or {})).decode()
         param = "response_format.json_schema.schema"
         return engine_request.Constraint(kind=kinds.JSON_SCHEMA, source=source, param=param)
     if asked.regex:

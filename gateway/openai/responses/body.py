@@ -98,5 +98,7 @@ class ResponsesBody(CommonFields, frozen=True, kw_only=True):
         wanted = None if self.text is None else self.text.format
         if wanted is None:
             return None
-        schema = wire.JsonSchema(schema=wanted.schema) if wanted.type == "json_schema" else None
+        schema = None
+        if wanted.type == "json_schema":
+            schema = wire.JsonSchema(schema=wanted.schema, strict=wanted.strict)
         return wire.ResponseFormat(type=wanted.type, json_schema=schema)

@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from tokenbus.protocol.wire import codec, errors, generate, internal, limits, messages, subjects
+from tokenbus.protocol.wire import codec, errors, generate, internal, limits, messages, reasoning, subjects
+from tokenbus.protocol.wire.checks.strict_schema import check_strict
 from tokenbus.protocol.wire.errors import invalid_field
 from tokenbus.protocol.wire.params import GenerationParams, JsonSchema, ranges_of
 from tokenbus.protocol.wire.tools import check_free_form, check_json_size, check_members, check_tool_choice, check_tools
@@ -245,8 +246,14 @@ def constraints_given(params: GenerationParams) -> list[str]:
 
 
 def to_params(request: messages.GenerateRequest) -> GenerationParams:
-    """Returns the generation parameters of a request, for its run."""
-    return GenerationParams(**{name: getattr(request, name) for name in GenerationParams.__struct_fields__})
+    """Returns the generation parameters of a request, for its run.
+
+    Workers don't see the variables of the chat template. A constrained answer must not begin with reasoning if these
+    turn it off, so the parameters say so."""
+    params = {name: getattr(request, name) for name in GenerationParams.__struct_fields__}
+    if constraints_given(request) or request.called_tools:
+        params["reasoning"] = reasoning.as_switched(request.reasoning, request.chat_template_kwargs)
+    return GenerationParams(**params)
 
 
 def params_bytes(params: GenerationParams) -> int:
@@ -396,6 +403,8 @@ def _check_schema(given: JsonSchema | None) -> None:
     check_free_form(schema, path)
     check_json_size(schema, path, limits.MAX_SCHEMA_BYTES)
     check_members(schema, path, limits.MAX_SCHEMA_PROPERTIES)
+    if given is not None and given.strict:
+        check_strict(schema, path)
 
 
 def _check_size(name: str, text: str, most: int) -> None:

@@ -75,3 +75,17 @@ def test_an_effort_is_short() -> None:
 def test_only_the_answer_to_a_conversation_has_reasoning() -> None:
     for fields in ({"prompt": "x"}, {"token_ids": [1]}):
         assert refusal(make(**fields, reasoning=ReasoningOptions(effort="low"))).param == "reasoning"
+
+
+@pytest.mark.parametrize("switch", ["enable_thinking", "thinking"])
+def test_a_constrained_answer_has_no_reasoning_if_the_templates_switch_is_off(switch: str) -> None:
+    def effort(**fields: object) -> str | None:
+        asked = validation.to_params(make(messages=USER, **fields)).reasoning
+        return None if asked is None else asked.effort
+
+    off = {"chat_template_kwargs": {switch: False}}
+    assert effort(regex="a", **off) == "none"
+    assert effort(regex="a", chat_template_kwargs={switch: True}) is None
+    assert effort(**off) is None
+    assert effort(regex="a", reasoning=ReasoningOptions(effort="low"), **off) == "low"
+    assert effort(regex="a", reasoning=ReasoningOptions(max_tokens=9), **off) is None

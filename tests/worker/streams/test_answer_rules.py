@@ -7,7 +7,7 @@ import pytest
 from tests.support.tiny_vocabulary import compiler
 from tests.worker.engine_client.test_parsed_generation import CALL, FORMAT, HELLO, PIECES, RULES, TURN
 from tokenbus.protocol.wire import codec, errors, internal, messages
-from tokenbus.protocol.wire.params import GenerationParams, JsonSchema
+from tokenbus.protocol.wire.params import GenerationParams, JsonSchema, ReasoningOptions
 from tokenbus.worker.chat_format.chat_rules import ChatRules
 from tokenbus.worker.contract import engine_request
 from tokenbus.worker.contract.chat_format import ChatFormat
@@ -70,6 +70,27 @@ def test_a_constraint_begins_behind_reasoning_that_the_prompt_has_opened() -> No
         start = next(line for line in constraint.preamble.splitlines() if line.startswith("start:"))
         assert ("<think>" not in start) is is_open
         assert start.endswith("@body")
+
+
+@pytest.mark.parametrize(
+    ("effort", "max_tokens", "is_off"),
+    [("none", None, True), ("low", None, False), (None, 0, True), (None, 5, False), ("none", 5, False)],
+)
+@pytest.mark.parametrize("asked", [{"regex": "a"}, {"tools": TOOLS}], ids=["constraint", "tools"])
+def test_without_reasoning_a_constrained_answer_has_no_room_for_its_marker(
+    asked: dict[str, Any], effort: str | None, max_tokens: int | None, is_off: bool
+) -> None:
+    wanted = ReasoningOptions(effort=effort, max_tokens=max_tokens)
+    constraint = rules_for([TURN], THINKING, reasoning=wanted, **asked).constraint
+    assert constraint is not None
+    assert ("think" not in f"{constraint.preamble}{constraint.source}") is is_off
+
+
+def test_an_answer_after_closed_reasoning_does_not_reason_again() -> None:
+    chat = ChatRules(FORMAT, [*PIECES, b"<think>", b"\n\n</think>\n\n"])
+    constraint = rules_for([TURN, len(PIECES), len(PIECES) + 1], chat, regex="a").constraint
+    assert constraint is not None
+    assert not constraint.preamble
 
 
 @pytest.mark.parametrize(

@@ -254,11 +254,18 @@ def followed(schema: object, whole: object) -> object:
         place = schema.get("$ref") if isinstance(schema, Mapping) else None
         if not isinstance(place, str) or not place.startswith("#"):
             return schema
-        schema = whole
-        for key in place.split("/")[1:]:
-            key = unquote(key).replace("~1", "/").replace("~0", "~")
-            schema = schema.get(key) if isinstance(schema, Mapping) else None
+        schema = referred(place, whole)
     return None
+
+
+def referred(place: str, whole: object) -> object:
+    """Returns the part of `whole` at a place such as `#/$defs/Name`; None if there is none."""
+    if not place.startswith("#"):
+        return None
+    for key in place.split("/")[1:]:
+        key = unquote(key).replace("~1", "/").replace("~0", "~")
+        whole = whole.get(key) if isinstance(whole, Mapping) else None
+    return whole
 
 
 def types_of(schema: object, whole: object = None, depth: int = 0) -> set[str]:

@@ -80,10 +80,10 @@ def test_an_input_that_is_left_out_is_an_empty_text(fields: dict[str, Any]) -> N
 
 
 def test_the_format_of_the_text_is_the_response_format() -> None:
-    schema = {"type": "object", "properties": {"a": {"const": None}}}
+    schema = {"type": "object", "properties": {}, "additionalProperties": False}
     wanted = read(text={"format": {"type": "json_schema", "name": "n", "strict": True, "schema": schema}})
     assert wanted.requests[0].response_format == messages.ResponseFormat(
-        type="json_schema", json_schema=messages.JsonSchema(schema=schema)
+        type="json_schema", json_schema=messages.JsonSchema(schema=schema, strict=True)
     )
     assert read(text={"format": {"type": "json_object"}}).requests[0].response_format == messages.ResponseFormat(
         type="json_object"
