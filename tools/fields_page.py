@@ -37,10 +37,10 @@ def fates_of(path: str, name: str) -> list[str]:
         values = [msgspec.json.encode(one).decode() for one in field.harmless if one is not None]
         unless = f" unless it is {' or '.join(f'`{one}`' for one in values)}" if values else ""
         fates.append(f"refused{unless}: {field.problem}")
-    elif name in (field.name for field in msgspec.structs.fields(endpoint.body)):
-        fates.append("served")
     if name in endpoint.ignored:
         fates.append(f"ignored: {endpoint.ignored[name]}")
+    if not fates and name in (field.name for field in msgspec.structs.fields(endpoint.body)):
+        fates.append("served")
     return fates
 
 

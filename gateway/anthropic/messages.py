@@ -20,7 +20,7 @@ from tokenbus.gateway.anthropic.turns import (
 from tokenbus.gateway.http import http_errors
 from tokenbus.gateway.http.http_errors import NameOf
 from tokenbus.gateway.serving import conversation
-from tokenbus.gateway.serving.dialect import ApiEndpoint, ParsedCall, ParsedGeneration, RequestHead
+from tokenbus.gateway.serving.dialect import ApiEndpoint, ParsedCall, ParsedGeneration, RequestHead, UnservedField
 from tokenbus.protocol.prompt import history
 from tokenbus.protocol.wire import codec, errors, reasoning
 from tokenbus.protocol.wire import messages as wire
@@ -28,6 +28,15 @@ from tokenbus.protocol.wire.checks import validation
 
 _CLIENT_TOOL = (None, "custom")
 """Types of tools that the client describes and runs. All others are known only to Anthropic's models."""
+_UNSERVED = {"mcp_servers": UnservedField("only tools that the client runs are served", (None, []))}
+_IGNORED = {
+    "metadata": "a name for abuse reports",
+    "service_tier": "a choice among Anthropic's prices; priority decides the order here",
+    "context_management": "clients can shorten long conversations themselves",
+    "container": "tools that run in a container are left out",
+    "inference_geo": "a choice among Anthropic's places",
+    "speed": "a choice among Anthropic's prices",
+}
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
@@ -91,6 +100,8 @@ class MessagesRequest(msgspec.Struct, frozen=True, kw_only=True):
     priority: int | None = None
     timeout_ms: float | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    mcp_servers: Any = None
+    """Refused unless empty."""
 
     @property
     def wanted_format(self) -> OutputFormat | None:
@@ -136,6 +147,8 @@ ENDPOINT = ApiEndpoint(
     read=read,
     response=schemas.AnthropicMessage,
     required=("messages", "max_tokens"),
+    unserved=_UNSERVED,
+    ignored=_IGNORED,
     free_form=_FREE_FORM,
 )
 COUNT_TOKENS = ApiEndpoint(
@@ -145,6 +158,8 @@ COUNT_TOKENS = ApiEndpoint(
     read=read_count,
     response=schemas.MessageTokensCount,
     required=("messages",),
+    unserved=_UNSERVED,
+    ignored=_IGNORED,
     free_form=_FREE_FORM,
 )
 

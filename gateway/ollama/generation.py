@@ -352,6 +352,7 @@ CHAT = ApiEndpoint(
     response=OllamaChatResponse,
     event=OllamaChatResponse,
     event_type=NDJSON,
+    ignored=options.IGNORED,
 )
 GENERATE = ApiEndpoint(
     path="/api/generate",
@@ -361,6 +362,7 @@ GENERATE = ApiEndpoint(
     response=OllamaGenerateResponse,
     event=OllamaGenerateResponse,
     event_type=NDJSON,
+    ignored=options.IGNORED,
     unserved={
         "images": UnservedField("only text is served", (None, [])),
         "template": UnservedField("only the model's own is served", (None, "")),

@@ -62,6 +62,12 @@ _UNSERVED: Mapping[str, UnservedField] = {
     "typical_p": UnservedField("only 1 is served", (None, 1)),
     "penalize_newline": UnservedField("only true is served", (None, True)),
 }
+IGNORED = {
+    "keep_alive": "operators decide how long a model stays loaded; 0 without a prompt is refused",
+    "truncate": "a prompt that does not fit is refused, never cut",
+    "shift": "a prompt that does not fit is refused, never cut",
+}
+"""Fields that change no answer, with the reason."""
 _NAMES = {
     "max_tokens": "num_predict",
     "seed": "seed",

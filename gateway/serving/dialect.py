@@ -160,7 +160,8 @@ class ApiEndpoint(Generic[BodyT]):
     """Lists of which exactly one is required, which may not be empty. `read` checks that."""
     unserved: Mapping[str, UnservedField] = dataclasses.field(default_factory=dict)
     ignored: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Known fields that are not in the struct, since no value of them changes an answer; with the reason."""
+    """Known fields that are not in the struct, or only checked, since no value of them changes an answer; with the
+    reason."""
     free_form: frozenset[str] = codec.FREE_FORM
     """Names of fields whose values are passed on as they are."""
     streamed_errors: frozenset[str] = frozenset()
