@@ -12,6 +12,7 @@ from tokenbus.gateway.ollama import generation
 from tokenbus.gateway.ollama import models as ollama
 from tokenbus.gateway.openai import chat, completions, embeddings, error_bodies, models, schemas
 from tokenbus.gateway.openai.responses import endpoints as responses
+from tokenbus.gateway.openai.responses import stored
 from tokenbus.gateway.serving.dialect import Dialect, ErrorForm
 from tokenbus.protocol.http.refusals import Headers, HttpRefusal
 
@@ -31,7 +32,8 @@ OPENAI = Dialect(
         vllm.DETOKENIZE,
     ),
     resources=models.RESOURCES,
-    refused=rerank.REFUSED,
+    records=stored.RESOURCES,
+    refused=(*stored.REFUSED, *rerank.REFUSED),
     has_bare_paths=True,
 )
 """OpenAI's API, with the endpoints of others whose errors have its form."""

@@ -8,7 +8,7 @@ from msgspec import UNSET, UnsetType
 
 from tokenbus.gateway.dialects import DIALECTS
 from tokenbus.gateway.openai import fields, sampling_fields
-from tokenbus.gateway.serving.dialect import ApiEndpoint, Dialect, Resource
+from tokenbus.gateway.serving.dialect import ApiEndpoint, Dialect, RecordResource, Resource
 from tokenbus.protocol.wire import internal, limits, messages, params
 
 Json = dict[str, Any]
@@ -64,6 +64,7 @@ def document(version: str) -> Json:
     resources = [(one, dialect) for dialect in DIALECTS if not dialect.header for one in dialect.resources]
     types: set[Any] = {About, Health, *(dialect.errors.schema for dialect in DIALECTS)}
     types |= {one.response for one, _ in resources} | {one.body for one, _ in resources if one.body}
+    types |= {one.response for dialect in DIALECTS for one in dialect.records}
     for dialect in DIALECTS:
         types.update(kind for one in dialect.endpoints for kind in (one.body, one.response, one.event) if kind)
     ordered = sorted(types, key=repr)
@@ -75,6 +76,9 @@ def document(version: str) -> Json:
             paths[endpoint.path] = {"post": _operation(endpoint, dialect, refs)}
     for resource, dialect in resources:
         paths[resource.path] = {"post" if resource.body else "get": _resource(resource, dialect, refs)}
+    for dialect in DIALECTS:
+        for record in dialect.records:
+            paths.setdefault(record.path, {})[record.method.lower()] = _record(record, dialect, refs)
     for endpoint in {one.body: one for dialect in DIALECTS for one in dialect.endpoints}.values():
         schema = _schema(endpoint.body, refs, components)
         _narrow(schema, endpoint.required, endpoint.may_be_empty, endpoint.one_of)
@@ -117,6 +121,16 @@ def _resource(one: Resource, dialect: Dialect, refs: Mapping[type, Json]) -> Jso
     if "{model}" in one.path:
         told["parameters"] = [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}]
     return told
+
+
+def _record(one: RecordResource, dialect: Dialect, refs: Mapping[Any, Json]) -> Json:
+    named: Json = {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
+    asked = [{"name": name, "in": "query", "schema": msgspec.json.schema(kind)} for name, kind in one.query.items()]
+    return {
+        "summary": one.summary,
+        "parameters": [named, *asked],
+        "responses": {"200": _described("The answer", refs[one.response]), "default": _error(dialect, refs)},
+    }
 
 
 def _probe(summary: str, response: type[msgspec.Struct] | None, refs: Mapping[type, Json]) -> Json:

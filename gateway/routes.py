@@ -21,7 +21,7 @@ from tokenbus.gateway.dialects import DIALECTS, dialect_of
 from tokenbus.gateway.http import body, http_errors
 from tokenbus.gateway.http.http_errors import ApiError
 from tokenbus.gateway.serving.catalog import NO_MODELS, Catalog, Listing
-from tokenbus.gateway.serving.dialect import RefusedPath, Resource
+from tokenbus.gateway.serving.dialect import RecordResource, RefusedPath, Resource
 from tokenbus.gateway.serving.endpoint import EndpointApp, Services
 from tokenbus.protocol.wire import errors
 
@@ -57,8 +57,13 @@ class Routes:
                 pattern = path.replace("{model}", "{model:path}") + slash
                 yield Route(pattern, functools.partial(self._resource, sharing), methods=[method])
         for dialect in DIALECTS:
+            for record in dialect.records:
+                for path in dialect.paths_of(record.path):
+                    for slash in ("", "/"):
+                        yield Route(path + slash, functools.partial(self._record, record), methods=[record.method])
             for refused in dialect.refused:
-                yield Route(refused.path, functools.partial(_refuse, refused), methods=list(refused.methods))
+                for path in dialect.paths_of(refused.path):
+                    yield Route(path, functools.partial(_refuse, refused), methods=list(refused.methods))
 
     async def _resource(self, sharing: Sequence[Resource], request: Request) -> Response:
         wanted = dialect_of(request.scope["path"], request.headers).resources
@@ -74,6 +79,12 @@ class Routes:
             except body.ClientDisconnectedError:
                 return Response(status_code=_CLIENT_GONE)  # no one reads it
         return _json(resource.answer(listing, name))
+
+    async def _record(self, resource: RecordResource, request: Request) -> Response:
+        tenant = self._services.tenants.authenticate(request)
+        records = self._services.records.of(tenant.name)
+        answered = await resource.answer(records, request.path_params["id"], request.query_params)
+        return Response(answered, media_type="application/json")
 
     async def home(self, request: Request) -> Response:
         """Serves `GET /`: what this is, and where to find more; as a page for browsers, else in JSON."""
@@ -184,7 +195,7 @@ def _cors(allowed_origins: Sequence[str]) -> list[Middleware]:
         Middleware(
             CORSMiddleware,
             allow_origins=allowed_origins,
-            allow_methods=["GET", "POST"],
+            allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
             expose_headers=["x-request-id", "request-id", "retry-after", "x-should-retry"],
         )

@@ -18,6 +18,8 @@ from tokenbus.gateway.http import listen
 from tokenbus.gateway.http.body import BodyMemory
 from tokenbus.gateway.routes import Routes, make_app
 from tokenbus.gateway.serving.endpoint import Services
+from tokenbus.gateway.storage.record_store import StorageLimits
+from tokenbus.gateway.storage.records import Records
 from tokenbus.protocol import tasks
 from tokenbus.protocol.bus import connection as nats
 from tokenbus.protocol.bus.bus import Bus
@@ -48,6 +50,8 @@ async def serve(settings: GatewaySettings, read_settings: Callable[[], GatewaySe
         tracer = await stack.enter_async_context(tracing.exporting(settings.otlp_traces_endpoint, "gateway", name))
         tenants = await Tenants.create(connection, settings, tracer)
         stack.push_async_callback(tenants.gateway_client.close)
+        storage = StorageLimits(settings.stored_responses_s, settings.stored_responses_bytes)
+        records = await Records.open(connection, settings.prefix, storage, measured)
         services = Services(
             limit=limit,
             tenants=tenants,
@@ -56,6 +60,7 @@ async def serve(settings: GatewaySettings, read_settings: Callable[[], GatewaySe
             broker=connection,
             metrics=measured,
             tracer=tracer,
+            records=records,
         )
         routes = Routes(services)
         app = make_app(services, routes, settings.allowed_origins)

@@ -3,13 +3,14 @@
 import argparse
 
 from tokenbus.cli.console import config, connection_flags, serve
-from tokenbus.cli.console.arguments import COUNT, INTERVAL, NAME, PORT, SECONDS, text, whole
+from tokenbus.cli.console.arguments import COUNT, INTERVAL, NAME, PORT, SECONDS, real, text, whole
 from tokenbus.cli.console.flags import Parser, fields_of
 from tokenbus.gateway.admission import keys
 from tokenbus.gateway.admission.aliases import Aliases
 from tokenbus.gateway.admission.settings import GatewaySettings
 
 _DEFAULTS = GatewaySettings()
+_MONTH_S = 30 * 86_400
 
 
 def add_flags(parser: Parser) -> None:
@@ -32,6 +33,10 @@ def add_flags(parser: Parser) -> None:
     connections = "HTTP connections per client address; 0: no limit, for use behind a proxy that sets its own"
     flag("--max-connections-per-address", COUNT, connections, reloads=True)
     flag("--max-body-bytes", whole(1, metavar="BYTES"), "largest body of a completion")
+    kept = "time for which responses of the Responses API are stored; 0: they are not"
+    flag("--stored-responses-s", real(0, _MONTH_S, "SECONDS"), kept)
+    stored = "what stored responses may take, in the broker's JetStream or else in memory; the oldest make room"
+    flag("--stored-responses-bytes", whole(0, metavar="BYTES"), stored)
     flag("--write-deadline-s", INTERVAL, "close the connection of a client that reads nothing for this long")
     flag("--grace-s", SECONDS, "time that open completions may take after SIGTERM", reloads=True)
     serve.add_flags(parser)

@@ -199,6 +199,18 @@ _HTTP = (
             Query(increase(f"{_GATEWAY}_connections_closed_total", "", "reason"), "{{reason}}"),
         ),
     ),
+    Panel(
+        "Stored responses written, read and deleted",
+        "If some have `failed`, the broker's JetStream does not answer: `response_store_failed` in the log has the "
+        "error, and answers say `store: false`. If many are `missing`, clients continue responses that have expired or "
+        "made room: see --stored-responses-s and --stored-responses-bytes.",
+        "short",
+        (
+            Query(
+                increase(f"{_GATEWAY}_stored_responses_total", "", "operation, outcome"), "{{operation}}: {{outcome}}"
+            ),
+        ),
+    ),
 )
 
 DASHBOARD = Dashboard(

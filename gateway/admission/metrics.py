@@ -48,8 +48,16 @@ class GatewayMetrics(MetricFamilies):
             ("endpoint",),
             REQUEST_BUCKETS,
         )
+        self.stored = Counter(
+            f"{_P}_stored_responses",
+            "Stored responses that were written, read or deleted: ok, missing, too_large or failed.",
+            ("operation", "outcome"),
+        )
         for reason in Disconnect:  # export 0, or the first increase of each would be missed
             self.disconnects.labels(reason)
+        for operation in ("write", "read", "delete"):
+            for outcome in ("ok", "failed"):
+                self.stored.labels(operation, outcome)
 
     def update_gauges(self, num_requests: int, num_connections: int, num_idle: int) -> None:
         """Sets the gauges for a scrape."""

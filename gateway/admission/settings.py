@@ -36,6 +36,11 @@ class GatewaySettings:
     """HTTP connections of one client address; 0 means no limit, for use behind a proxy that limits its clients."""
     max_body_bytes: int = 8 * 1024 * 1024
     """The largest body. 32 of this size may be open at a time, besides any number of up to a mebibyte each."""
+    stored_responses_s: float = 24 * 3600.0
+    """Seconds for which responses are stored for their clients; 0: nothing is stored."""
+    stored_responses_bytes: int = 256 * 1024 * 1024
+    """The most bytes of stored responses, in the broker's JetStream or else in this process's memory; the oldest
+    make room. 0: nothing is stored."""
     write_deadline_s: float = 30.0
     """A connection is closed if nothing, or less than 16 KiB, could be written to it for this many seconds."""
     status_page: status.StatusSettings = dataclasses.field(default_factory=status.StatusSettings)

@@ -117,6 +117,7 @@ SHUTTING_DOWN = ErrorResponse(503, str(errors.Code.SHUTTING_DOWN), "this gateway
 TENANT_STARTING = ErrorResponse(
     503, "overloaded", "this key is new, and its tenant is not ready yet", None, True, 1_000.0
 )
+STORE_FAILED = ErrorResponse(503, "overloaded", "stored responses can't be reached at the moment", None, True, 1_000.0)
 BODY_TIMEOUT = ErrorResponse(408, "request_timeout", "the body was not received in time", None, True)
 TOO_MANY_LOGPROBS = ErrorResponse(
     413,

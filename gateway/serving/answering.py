@@ -1,9 +1,10 @@
 """Answers a parsed request: a generation as a stream of events or in one piece, or a call with its one reply."""
 
 import asyncio
+import functools
 import time
-from collections.abc import Coroutine, Mapping
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar, cast
 
 from msgspec import UNSET
 
@@ -13,8 +14,16 @@ from tokenbus.gateway.admission.concurrency_limit import ConcurrencyLimit
 from tokenbus.gateway.http import http_errors
 from tokenbus.gateway.http.response_writer import ResponseWriter
 from tokenbus.gateway.serving.answer_events import AnswerEventReader
-from tokenbus.gateway.serving.dialect import AnswerEncoder, ApiEndpoint, ParsedCall, ParsedGeneration, ResponseHead
+from tokenbus.gateway.serving.dialect import (
+    AnswerEncoder,
+    ApiEndpoint,
+    ParsedCall,
+    ParsedGeneration,
+    RecordingEncoder,
+    ResponseHead,
+)
 from tokenbus.gateway.serving.request_log import RequestLog
+from tokenbus.gateway.storage.records import TenantRecords
 from tokenbus.protocol import tasks
 from tokenbus.protocol.wire import errors
 
@@ -41,14 +50,23 @@ class HttpExchange(NamedTuple):
     limit: ConcurrencyLimit
     writer: ResponseWriter
     log: RequestLog
+    records: TenantRecords
+    """The stored records of the request's tenant."""
+
+
+Recording = Callable[[Sequence[AnswerEventReader]], Awaitable[None]]
+"""Stores complete answers, before their end is sent."""
 
 
 async def generate(parsed: ParsedGeneration, endpoint: ApiEndpoint[Any], exchange: HttpExchange) -> None:
     """Has a model generate, and sends its answers. Raises ApiError if any of them fails before the response starts."""
-    client, served_as, headers, limit, writer, log = exchange
+    client, served_as, headers, limit, writer, log, records = exchange
     answers = client.generate_choices(served_as, parsed.requests, parsed.n, headers=headers)
     num_choices = len(parsed.requests) * parsed.n
     encoder = parsed.encoder(ResponseHead(answers.request_id, int(time.time()), parsed.model, lambda: log.age_s))
+    record = None
+    if parsed.is_stored:
+        record = functools.partial(_record, cast(RecordingEncoder, encoder), records)
     with limit.track(answers):
         async with answers:  # leaving the block cancels the request
             if parsed.stream:
@@ -61,9 +79,14 @@ async def generate(parsed: ParsedGeneration, endpoint: ApiEndpoint[Any], exchang
                     streamed_errors=endpoint.streamed_errors,
                     keeps_logprobs=endpoint.repeats_logprobs,
                     counts_tokens=parsed.counts_tokens,
+                    record=record,
                 )
             else:
-                await send_whole(answers, num_choices, encoder, writer, log)
+                await send_whole(answers, num_choices, encoder, writer, log, record)
+
+
+async def _record(encoder: RecordingEncoder, records: TenantRecords, answers: Sequence[AnswerEventReader]) -> None:
+    encoder.stored(await records.keep(encoder.records(answers)))
 
 
 async def call(parsed: ParsedCall[Any, Any], exchange: HttpExchange) -> None:
@@ -76,7 +99,12 @@ async def call(parsed: ParsedCall[Any, Any], exchange: HttpExchange) -> None:
 
 
 async def send_whole(
-    answers: Answers, num_choices: int, encoder: AnswerEncoder, writer: ResponseWriter, log: RequestLog
+    answers: Answers,
+    num_choices: int,
+    encoder: AnswerEncoder,
+    writer: ResponseWriter,
+    log: RequestLog,
+    record: Recording | None = None,
 ) -> None:
     """Waits for all answers to end, and sends one response. Raises ApiError if any of them fails."""
     readers = [AnswerEventReader() for _ in range(num_choices)]
@@ -91,6 +119,8 @@ async def send_whole(
         response = http_errors.from_terminal(chunk)
         if response is not None:
             raise http_errors.ApiError(response)
+    if record is not None:
+        await record(readers)
     await writer.send_json(200, encoder.whole(readers))
 
 
@@ -105,6 +135,7 @@ async def send_stream(
     *,
     keeps_logprobs: bool = False,
     counts_tokens: bool = False,
+    record: Recording | None = None,
 ) -> None:
     """Sends the answers as events. Raises ApiError if any of them fails before the first event, unless the error is to
     be streamed."""
@@ -125,6 +156,10 @@ async def send_stream(
             return
         if chunk.finish_reason is not None:
             num_open -= 1
+            if record is not None and not num_open:
+                await writer.send_events(*encoded)  # storing may take a moment
+                await record(readers)
+                encoded = []
             encoded += [] if num_open else encoder.end()
         if encoded:
             sent_s = log.age_s

@@ -6,7 +6,7 @@ answer: a stream of events or a whole one (`ParsedGeneration`), or the one reply
 
 import dataclasses
 import operator
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import msgspec
@@ -18,6 +18,7 @@ from tokenbus.gateway.http.response_writer import EVENT_STREAM
 from tokenbus.gateway.serving import conversation
 from tokenbus.gateway.serving.answer_events import AnswerEvent, AnswerEventReader
 from tokenbus.gateway.serving.catalog import Listing
+from tokenbus.gateway.storage.records import TenantRecords
 from tokenbus.protocol.wire import codec, errors, messages, subjects
 
 RequestT = TypeVar("RequestT")
@@ -66,6 +67,18 @@ class AnswerEncoder(Protocol):
         ...
 
 
+class RecordingEncoder(AnswerEncoder, Protocol):
+    """Encodes an answer that is to be stored before its end is sent."""
+
+    def records(self, answers: Sequence[AnswerEventReader]) -> Mapping[str, bytes]:
+        """Returns what is to be stored of the answers, which have all ended successfully, by name."""
+        ...
+
+    def stored(self, is_stored: bool) -> None:
+        """Takes note whether that could be stored. Called before the end is encoded."""
+        ...
+
+
 class _Parsed(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     name_of: NameOf = str
@@ -88,6 +101,8 @@ class ParsedGeneration(_Parsed, frozen=True, kw_only=True):
     """The number of answers to each prompt."""
     counts_tokens: bool = False
     """Whether the encoder needs the number of sampled tokens with each piece of a stream."""
+    is_stored: bool = False
+    """Whether the answer is to be stored: the encoder is a RecordingEncoder then."""
 
 
 class ParsedCall(_Parsed, Generic[RequestT, ReplyT], frozen=True, kw_only=True):
@@ -112,6 +127,10 @@ class RequestHead(NamedTuple):
     model: str
     session: str | None
     """The session that a header names."""
+    earlier: Mapping[str, bytes | None] = {}
+    """The records that the body refers to and that were read; None for one that does not exist."""
+    max_record_bytes: int = 0
+    """The most bytes that can be stored of this request; 0: nothing is stored."""
 
 
 class UnservedField(NamedTuple):
@@ -123,6 +142,14 @@ class UnservedField(NamedTuple):
 
 class UnnamedModelError(Exception):
     """A body names no model, and it has not been said which one it means."""
+
+
+class UnreadRecordsError(Exception):
+    """A body refers to stored records, which have not been read yet."""
+
+    def __init__(self, names: frozenset[str]) -> None:
+        super().__init__(f"{len(names)} records")
+        self.names = names
 
 
 class _Body(Protocol):
@@ -172,16 +199,27 @@ class ApiEndpoint(Generic[BodyT]):
     def __post_init__(self) -> None:
         self._decoder = codec.Decoder(self.body, self.free_form)
 
-    def parse(self, payload: bytes, headers: Mapping[str, str], request_id: str, default_model: str = "") -> Parsed:
-        """Parses and validates a body. `default_model`, unless empty, is the model of a body that names none. Raises
-        UnnamedModelError for such a body without a default, and RequestError with the API's name for the field at
-        fault."""
+    def parse(
+        self,
+        payload: bytes,
+        headers: Mapping[str, str],
+        request_id: str,
+        default_model: str = "",
+        earlier: Mapping[str, bytes | None] | None = None,
+        max_record_bytes: int = 0,
+    ) -> Parsed:
+        """Parses and validates a body. `default_model`, unless empty, is the model of a body that names none; the rest
+        is that of `RequestHead`.
+
+        Raises UnnamedModelError for a body without a model or default, UnreadRecordsError for one that refers to
+        records not in `earlier`, and RequestError or ApiError with the API's name for the field at fault."""
         body = self._decoder.decode(payload, codec.Encoding.JSON)
         model = _checked_model(body.model or default_model)
         for name, field in self.unserved.items():
             if getattr(body, name) not in field.harmless:
                 raise errors.unsupported_field(name, field.problem)
-        return self.read(body, RequestHead(request_id, model, conversation.session_of(headers)))
+        session = conversation.session_of(headers)
+        return self.read(body, RequestHead(request_id, model, session, earlier or {}, max_record_bytes))
 
 
 class Resource(NamedTuple):
@@ -198,6 +236,20 @@ class Resource(NamedTuple):
     """Returns the model that a body names. Raises RequestError."""
     is_public: bool = False
     """If so, requests need no key, and the listing is empty."""
+
+
+class RecordResource(NamedTuple):
+    """An endpoint for something that is stored: its path names it as `{id}`."""
+
+    method: str
+    path: str
+    summary: str
+    response: type[msgspec.Struct]
+    answer: Callable[[TenantRecords, str, Mapping[str, str]], Awaitable[bytes]]
+    """Returns the body of the response, given the tenant's records, the name in the path and the query. Raises
+    RequestError and ApiError."""
+    query: Mapping[str, Any] = {}
+    """The types of the known parameters of the query, by name."""
 
 
 class RefusedPath(NamedTuple):
@@ -225,6 +277,7 @@ class Dialect(NamedTuple):
     errors: ErrorForm
     endpoints: Sequence[ApiEndpoint[Any]] = ()
     resources: Sequence[Resource] = ()
+    records: Sequence[RecordResource] = ()
     refused: Sequence[RefusedPath] = ()
     prefixes: tuple[str, ...] = ()
     """Beginnings of the paths that are only this API's."""

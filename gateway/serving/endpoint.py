@@ -10,7 +10,6 @@ import structlog
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
-from tokenbus.client.wire.wire_client import WireClient
 from tokenbus.gateway.admission.aliases import Aliases
 from tokenbus.gateway.admission.concurrency_limit import ConcurrencyLimit
 from tokenbus.gateway.admission.metrics import GatewayMetrics
@@ -20,8 +19,16 @@ from tokenbus.gateway.http.body import BodyMemory, HeldBody
 from tokenbus.gateway.http.http_errors import ErrorResponse
 from tokenbus.gateway.http.response_writer import ResponseWriter
 from tokenbus.gateway.serving import answering
-from tokenbus.gateway.serving.dialect import ApiEndpoint, ErrorForm, Parsed, ParsedGeneration, UnnamedModelError
+from tokenbus.gateway.serving.dialect import (
+    ApiEndpoint,
+    ErrorForm,
+    Parsed,
+    ParsedGeneration,
+    UnnamedModelError,
+    UnreadRecordsError,
+)
 from tokenbus.gateway.serving.request_log import RequestLog
+from tokenbus.gateway.storage.records import Records
 from tokenbus.protocol.bus.bus import Bus
 from tokenbus.protocol.http.http_server import disconnect_of
 from tokenbus.protocol.telemetry import tracing
@@ -41,6 +48,7 @@ class Services:
     broker: Bus
     metrics: GatewayMetrics
     tracer: tracing.Tracer
+    records: Records
     parser: body.LargeBodyParser = dataclasses.field(default_factory=body.LargeBodyParser)
 
 
@@ -69,7 +77,7 @@ class EndpointApp:
                 tenant = services.tenants.authenticate(request)
                 log.tenant = tenant.name
                 parsed = await self._parse(request, held, log, tenant)
-                await self._answer(parsed, request, tenant.client, writer, log, span)
+                await self._answer(parsed, request, tenant, writer, log, span)
         except body.ClientDisconnectedError:
             pass  # no one is left to answer
         except http_errors.ApiError as error:
@@ -90,13 +98,22 @@ class EndpointApp:
         # In a separate method, so that nothing holds the body while the request is served.
         payload = await body.read(request, self._services.bodies.max_body_bytes, held)
         parse = functools.partial(self._endpoint.parse, payload, request.headers, log.request_id)
-        parser, default = self._services.parser, self._services.aliases.default
-        try:
-            parsed = await parser.parse(functools.partial(parse, default), len(payload))
-        except UnnamedModelError:
-            # Only then is it asked what is served. The same body is read again, with a model.
-            default = await tenant.client.default_model(self._endpoint.feature)
-            parsed = await parser.parse(functools.partial(parse, default), len(payload))
+        parser, records = self._services.parser, self._services.records
+        default, num_bytes = self._services.aliases.default, len(payload)
+        earlier: dict[str, bytes | None] = {}
+        while True:
+            parse_with = functools.partial(parse, default, earlier, records.max_record_bytes)
+            try:
+                parsed = await parser.parse(parse_with, num_bytes)
+                break
+            # Only then is it asked what is served, or stored. The same body is read again, with that.
+            except UnnamedModelError:
+                default = await tenant.client.default_model(self._endpoint.feature)
+            except UnreadRecordsError as unread:
+                for name in unread.names:
+                    earlier[name] = record = await records.read(tenant.name, name)
+                    held.add(len(record or b""))
+                    num_bytes += len(record or b"")
         if isinstance(parsed, ParsedGeneration):
             log.received(parsed.model, stream=parsed.stream, body_bytes=len(payload), n=parsed.n)
         else:
@@ -107,14 +124,15 @@ class EndpointApp:
         self,
         parsed: Parsed,
         request: Request,
-        client: WireClient,
+        tenant: Tenant,
         writer: ResponseWriter,
         log: RequestLog,
         span: tracing.Span,
     ) -> None:
         session = parsed.requests[0].session_id if isinstance(parsed, ParsedGeneration) else None
         served_as = self._services.aliases.resolve(parsed.model, session or log.request_id)
-        exchange = answering.HttpExchange(client, served_as, span.headers(), self._services.limit, writer, log)
+        records, limit = self._services.records.of(tenant.name), self._services.limit
+        exchange = answering.HttpExchange(tenant.client, served_as, span.headers(), limit, writer, log, records)
         if isinstance(parsed, ParsedGeneration):
             work = answering.generate(parsed, self._endpoint, exchange)
         else:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, cast
 import nats.errors
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
+from nats.js import JetStreamContext
 
 from tokenbus.protocol import late_logger
 from tokenbus.protocol.bus import bus
@@ -243,6 +244,10 @@ class Connection:
 
     def new_inbox(self) -> str:
         return self._client.new_inbox()
+
+    def jetstream(self, timeout_s: float) -> JetStreamContext:
+        """Returns nats-py's means to use the broker's JetStream, if it has one."""
+        return JetStreamContext(self._client, timeout=timeout_s)
 
     def abort(self) -> None:
         self._client.abort()

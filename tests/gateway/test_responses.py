@@ -12,10 +12,8 @@ TOO_LONG: dict[str, Any] = GREEDY | {"input": "word " * 9_000}
 
 
 def test_a_whole_response(client: openai.OpenAI) -> None:
-    raw = client.responses.with_raw_response.create(**GREEDY)
-    response = raw.parse()
+    response = client.responses.create(**GREEDY)
     assert (response.output_text, response.status) == (ANSWER, "completed")
-    assert response.id == f"resp_{raw.headers['x-request-id']}"
     assert response.usage is not None
     assert response.usage.total_tokens == response.usage.input_tokens + response.usage.output_tokens
     assert response.usage.output_tokens_details.reasoning_tokens == 0
@@ -42,6 +40,40 @@ def test_a_conversation_is_sent_whole_each_time(client: openai.OpenAI) -> None:
     said: Any = [item.to_dict() for item in first.output]
     second = client.responses.create(**GREEDY | {"input": [question, *said, sum_asked]}, store=False)
     assert "42" in second.output_text
+
+
+def test_a_stored_response_is_continued_shown_and_deleted(client: openai.OpenAI) -> None:
+    first = client.responses.create(**GREEDY)
+    second = client.responses.create(**GREEDY | {"input": "What is 12 + 30?"}, previous_response_id=first.id)
+    assert first.usage is not None
+    assert second.usage is not None
+    assert "42" in second.output_text
+    known = first.usage.input_tokens + first.usage.output_tokens - 1  # the last token was sampled, and not computed
+    assert second.usage.input_tokens_details.cached_tokens >= known
+    assert client.responses.retrieve(second.id).output == second.output
+    listed = list(client.responses.input_items.list(second.id, order="asc", limit=1))
+    assert [item.type for item in listed] == ["message"] * 3
+    client.responses.delete(first.id)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(first.id)
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.responses.create(**GREEDY, previous_response_id=first.id)
+    assert refused.value.code == "previous_response_not_found"
+    third = client.responses.create(**GREEDY, previous_response_id=second.id)  # which has what the first one had
+    assert third.output_text == ANSWER
+
+
+def test_a_stream_is_stored_before_it_ends(client: openai.OpenAI) -> None:
+    with client.responses.stream(**GREEDY) as stream:
+        final = stream.get_final_response()
+    assert client.responses.retrieve(final.id).output_text == ANSWER
+
+
+@pytest.mark.parametrize("path", ["responses/compact", "responses/resp_1/cancel"])
+def test_what_is_not_served_is_refused_by_name(client: openai.OpenAI, path: str) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.post(path, body={}, cast_to=object)
+    assert refused.value.code == "unsupported"
 
 
 def test_a_text_follows_its_schema(client: openai.OpenAI) -> None:
@@ -95,7 +127,7 @@ def test_a_conversation_that_is_too_long_is_an_error_of_status_or_the_last_event
     ("fields", "param", "code"),
     [
         ({"temperature": -1}, "temperature", "invalid_request"),
-        ({"previous_response_id": "resp_1"}, "previous_response_id", "unsupported"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id", "previous_response_not_found"),
         (
             {"text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": "poem"}}}},
             "text.format.schema",

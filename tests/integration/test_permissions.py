@@ -83,9 +83,8 @@ async def empty(
 ) -> AsyncIterator[Guarded]:
     """A broker without routers and workers; `max_payload` may be another than the file's."""
     config = tmp_path / "nats.conf"
-    config.write_text(
-        CONFIG.read_text().replace("max_payload: 1MB", f"max_payload: {getattr(request, 'param', '1MB')}")
-    )
+    text = CONFIG.read_text().replace("max_payload: 1MB", f"max_payload: {getattr(request, 'param', '1MB')}")
+    config.write_text(text.replace('# jetstream { store_dir: "/data"', f'jetstream {{ store_dir: "{tmp_path}"'))
     passwords = {user: f"p{secrets.token_hex(8)}" for user in USERS}  # digits alone would be read as a number
     for user, password in passwords.items():
         monkeypatch.setenv(f"TOKENBUS_{user.replace('-', '_').upper()}_PASSWORD", password)
@@ -294,7 +293,9 @@ async def test_a_gateway_asks_for_the_tenants_of_its_keys_and_for_nobody_else(gu
     own = running_gateway(
         guarded.system.url, tmp_path, "--nats-user", "gateway", "--tenant", "gateway", *inboxes, **secret
     )
+    keys = [{"Authorization": f"Bearer {key}"} for key in ("sk-a", "sk-g")]
     with own as gateway:
+        await check_stored_responses(gateway.url, *keys)
         for key in ("sk-a", "sk-g"):
             async with httpx2.AsyncClient(headers={"Authorization": f"Bearer {key}"}, timeout=60) as http:
                 answer = await http.post(f"{gateway.url}/chat/completions", json=asked)
@@ -303,12 +304,28 @@ async def test_a_gateway_asks_for_the_tenants_of_its_keys_and_for_nobody_else(gu
                     "demo",
                     "other",
                 }
+        assert [line["place"] for line in gateway.log("responses_kept")] == ["jetstream"]
     client = await guarded.connect("gateway", "_INBOX_gateway")
     for subject in (f"{PREFIX}.generate.demo", f"{PREFIX}.generate.demo.other", f"{PREFIX}.worker.demo.w-demo.run"):
         await client.publish(subject, ask())
         await guarded.refuses("gateway", subject)
     await client.subscribe("_INBOX_acme.>")
     await guarded.refuses("gateway", "subscription")
+
+
+async def check_stored_responses(url: str, acme: dict[str, str], globex: dict[str, str]) -> None:
+    """A tenant's responses are in the broker's bucket, and no other tenant's requests find them."""
+    asked = {"model": "demo", "input": "What is 12 + 30?", "temperature": 0}
+    async with httpx2.AsyncClient(timeout=60) as http:
+        first = (await http.post(f"{url}/responses", json=asked, headers=acme)).json()
+        assert first["store"]
+        path, more = f"{url}/responses/{first['id']}", asked | {"previous_response_id": first["id"]}
+        for headers, status in ((acme, 200), (globex, 404)):
+            assert (await http.get(path, headers=headers)).status_code == status
+        assert (await http.post(f"{url}/responses", json=more, headers=globex)).status_code == 400
+        assert (await http.delete(path, headers=globex)).status_code == 404
+        second = (await http.post(f"{url}/responses", json=more, headers=acme)).json()
+        assert second["usage"]["input_tokens_details"]["cached_tokens"] > first["usage"]["input_tokens"]
 
 
 async def test_a_client_can_not_reach_workers_others_inboxes_or_others_subjects(guarded: Guarded) -> None:

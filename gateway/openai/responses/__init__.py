@@ -1,1 +1,1 @@
-"""OpenAI's Responses API without storage: every request contains its whole conversation."""
+"""OpenAI's Responses API: a request contains its whole conversation, or continues a stored one."""

@@ -1,6 +1,7 @@
 """The body of a request for a response, in OpenAI's names."""
 
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -8,7 +9,7 @@ from tokenbus.gateway.openai.fields import CommonFields, RequestedReasoning
 from tokenbus.protocol.wire import messages as wire
 
 
-class InputContentPart(msgspec.Struct, frozen=True, kw_only=True):
+class InputContentPart(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A part of a message, of a reasoning item or of a tool's output."""
 
     type: str
@@ -16,15 +17,19 @@ class InputContentPart(msgspec.Struct, frozen=True, kw_only=True):
     refusal: str | None = None
 
 
-class InputItem(msgspec.Struct, frozen=True, kw_only=True):
+class InputItem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """An item of the conversation. Its fields depend on its type."""
 
     type: str | None = None
     """Optional in a message."""
+    id: str | None = None
+    status: str | None = None
     role: str | None = None
     content: str | list[InputContentPart] | None = None
     encrypted_content: str | None = None
     """In reasoning items."""
+    summary: list[InputContentPart] | None = None
+    """In reasoning items; read if there is no other text in them."""
     call_id: str | None = None
     name: str | None = None
     namespace: str | None = None
@@ -35,6 +40,13 @@ class InputItem(msgspec.Struct, frozen=True, kw_only=True):
     output: str | list[InputContentPart] | None = None
     tools: list[dict[str, Any]] | None = None
     """In items that offer more tools."""
+
+
+class PlacedItem(NamedTuple):
+    """An item of the conversation, and the field of the request that it comes from."""
+
+    item: InputItem
+    path: str
 
 
 class TextFormat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -68,11 +80,18 @@ class ResponsesBody(CommonFields, frozen=True, kw_only=True):
     text: TextConfig | None = None
     metadata: dict[str, str] | None = None
     """Returned unchanged."""
-    background: bool | None = None
-    """This field and the next three are refused: nothing is stored."""
-    conversation: str | dict[str, Any] | None = None
+    store: bool | None = None
+    """Whether the response may be referred to later; true by default, as in OpenAI's API."""
     previous_response_id: str | None = None
+    max_tool_calls: int | None = None
+    """Returned unchanged, as the next two: it limits tools that a server runs, and there are none."""
+    user: str | None = None
+    safety_identifier: str | None = None
+    background: bool | None = None
+    """This field and the next three are refused."""
+    conversation: str | dict[str, Any] | None = None
     prompt: dict[str, Any] | None = None
+    context_management: list[dict[str, Any]] | None = None
     thinking_token_budget: int | None = None
     """This field and those below are not OpenAI's."""
     reasoning_budget_tokens: int | None = None
@@ -86,10 +105,15 @@ class ResponsesBody(CommonFields, frozen=True, kw_only=True):
         return self.input if isinstance(self.input, list) else [InputItem(role="user", content=self.input or "")]
 
     @property
-    def offered(self) -> list[tuple[str, dict[str, Any]]]:
-        """All tools, including those in the input, each with its path in the request."""
+    def placed(self) -> list[PlacedItem]:
+        """The items with their paths in the request."""
+        is_list = isinstance(self.input, list)
+        return [PlacedItem(item, f"input[{index}]" if is_list else "input") for index, item in enumerate(self.items)]
+
+    def offered(self, conversation: Sequence[PlacedItem]) -> list[tuple[str, dict[str, Any]]]:
+        """Returns all tools, including those in the conversation, each with its path in the request."""
         places = [("tools", self.tools or [])]
-        places += [(f"input[{index}].tools", item.tools or []) for index, item in enumerate(self.items)]
+        places += [(f"{path}.tools", item.tools or []) for item, path in conversation]
         return [(f"{place}[{index}]", tool) for place, tools in places for index, tool in enumerate(tools)]
 
     @property

@@ -1,12 +1,16 @@
 """The endpoints of the Responses API: a response, and the number of tokens of its input."""
 
+import secrets
+from typing import NamedTuple
+
 import msgspec
 
 from tokenbus.client.wire.wire_client import WireClient
 from tokenbus.gateway.http import http_errors
+from tokenbus.gateway.http.http_errors import NameOf
 from tokenbus.gateway.openai.fields import ReasoningWishes, read_wishes
-from tokenbus.gateway.openai.responses import output
-from tokenbus.gateway.openai.responses.body import ResponsesBody
+from tokenbus.gateway.openai.responses import output, stored
+from tokenbus.gateway.openai.responses.body import PlacedItem, ResponsesBody
 from tokenbus.gateway.openai.responses.events import ResponseEncoder
 from tokenbus.gateway.openai.responses.items import ResponsesFieldNames, conversation_of
 from tokenbus.gateway.openai.responses.output import OutputItems, Response
@@ -24,13 +28,14 @@ from tokenbus.protocol.wire import errors
 from tokenbus.protocol.wire import messages as wire
 from tokenbus.protocol.wire.checks import validation
 
-_NOT_STORED = UnservedField("nothing is stored here: send the whole conversation as input, with store: false")
 _UNSERVED = {
-    "previous_response_id": _NOT_STORED,
-    "conversation": _NOT_STORED,
-    "prompt": _NOT_STORED,
-    "background": UnservedField("responses can't be fetched later: leave it out, or use stream", (None, False)),
+    "conversation": UnservedField("there are no conversations: use previous_response_id, or send all of it as input"),
+    "prompt": UnservedField("no prompts are stored: send instructions and input"),
+    "background": UnservedField("a response ends with its request: leave it out, or use stream", (None, False)),
+    "context_management": UnservedField("a conversation is never compacted or truncated", (None, [])),
 }
+_SUMMARIES = ("auto", "concise", "detailed")
+"""All mean the same: the reasoning itself."""
 _WITH_LOGPROBS = "message.output_text.logprobs"
 _WITH_ENCRYPTED_CONTENT = "reasoning.encrypted_content"
 _STREAMED_ERRORS = frozenset({str(errors.Code.PROMPT_TOO_LONG), str(errors.Code.OVERLOADED)})
@@ -48,10 +53,49 @@ class InputTokens(msgspec.Struct, frozen=True, kw_only=True):
     object: str = "response.input_tokens"
 
 
+class _Prepared(NamedTuple):
+    """A valid body, and the request that it becomes."""
+
+    conversation: list[PlacedItem]
+    tools: OfferedTools
+    request: wire.GenerateRequest
+    name_of: NameOf
+
+
 def read(body: ResponsesBody, head: RequestHead) -> ParsedGeneration:
-    """Validates a body as a router would. Raises RequestError with OpenAI's name for the field at fault."""
+    """Validates a body as a router would. Raises RequestError with OpenAI's name for the field at fault, and what
+    `stored.whole_conversation` raises."""
+    prepared, token = _prepared(body, head), secrets.token_hex(24)
+    given = stored.input_record(body, head, prepared.conversation, token)
+
+    def encoder(head: ResponseHead) -> ResponseEncoder:
+        made = OutputItems(
+            token,
+            prepared.tools,
+            with_encrypted_content=_WITH_ENCRYPTED_CONTENT in (body.include or []),
+            with_summary=body.reasoning is not None and body.reasoning.summary is not None,
+        )
+        begun = output.begun(head, body, prepared.tools, token, is_stored=given is not None)
+        return ResponseEncoder(begun, made, prepared.name_of, head.age_s, given)
+
+    return ParsedGeneration(
+        model=head.model,
+        requests=(prepared.request,),
+        encoder=encoder,
+        stream=bool(body.stream),
+        is_stored=given is not None,
+        name_of=prepared.name_of,
+    )
+
+
+def _prepared(body: ResponsesBody, head: RequestHead) -> _Prepared:
     conversation.check_count("input", body.items)
-    tools, items = OfferedTools(body.offered, body.tool_choice), conversation_of(body)
+    summary = None if body.reasoning is None else body.reasoning.summary
+    if summary is not None and summary not in _SUMMARIES:
+        raise errors.invalid_field("reasoning.summary", f"must be {' or '.join(_SUMMARIES)}, got {summary[:40]!r}")
+    whole = stored.whole_conversation(body, head)
+    conversation.check_count("previous_response_id", whole)
+    tools, items = OfferedTools(body.offered(whole), body.tool_choice), conversation_of(body.instructions, whole)
     messages = conversation.normalized(items.messages)
     paths = items.paths[len(items.messages) - len(messages) :]  # without those of joined system messages
     wishes = read_wishes(body, body.reasoning, body.chat_template_kwargs)
@@ -59,15 +103,7 @@ def read(body: ResponsesBody, head: RequestHead) -> ParsedGeneration:
     request = _to_wire(body, messages, tools, wishes, head)
     with http_errors.renaming(names.of):
         validation.check_request(request)
-
-    def encoder(head: ResponseHead) -> ResponseEncoder:
-        is_packed = _WITH_ENCRYPTED_CONTENT in (body.include or [])
-        made = OutputItems(head.request_id, tools, with_encrypted_content=is_packed)
-        return ResponseEncoder(output.begun(head, body, tools), made, names.of)
-
-    return ParsedGeneration(
-        model=head.model, requests=(request,), encoder=encoder, stream=bool(body.stream), name_of=names.of
-    )
+    return _Prepared(whole, tools, request, names.of)
 
 
 def _to_wire(
@@ -95,19 +131,19 @@ def _to_wire(
 
 def read_count(body: CountBody, head: RequestHead) -> ParsedCall[wire.TokenizeRequest, wire.TokenizeReply]:
     """Validates a body like a response request's. Raises RequestError with OpenAI's name for the field at fault."""
-    parsed = read(body, head)
+    prepared = _prepared(body, head)
     return ParsedCall(
-        model=parsed.model,
-        request=conversation.counting(parsed.requests[0]),
+        model=head.model,
+        request=conversation.counting(prepared.request),
         send=WireClient.tokenize,
         encode=lambda reply: msgspec.json.encode(InputTokens(input_tokens=reply.count or 0)),
-        name_of=parsed.name_of,
+        name_of=prepared.name_of,
     )
 
 
 ENDPOINT = ApiEndpoint(
     path="/v1/responses",
-    summary="A response, without storage",
+    summary="A response",
     body=ResponsesBody,
     read=read,
     response=Response,

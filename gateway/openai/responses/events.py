@@ -2,7 +2,7 @@
 
 Each item is added, grows and is done. A call that is cut off is never done, since agents execute a call when it is."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -11,7 +11,7 @@ from tokenbus.gateway.http import http_errors
 from tokenbus.gateway.http.http_errors import ErrorResponse, NameOf
 from tokenbus.gateway.openai import schemas
 from tokenbus.gateway.openai.choices import encode_logprobs
-from tokenbus.gateway.openai.responses import output
+from tokenbus.gateway.openai.responses import output, stored
 from tokenbus.gateway.openai.responses.output import (
     FunctionCallItem,
     OutputItem,
@@ -19,6 +19,7 @@ from tokenbus.gateway.openai.responses.output import (
     OutputText,
     ReasoningText,
     Response,
+    SummaryText,
     output_text,
 )
 from tokenbus.gateway.openai.responses.tools import CustomInput
@@ -47,13 +48,14 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
     item_id: str | UnsetType = UNSET
     content_index: int | UnsetType = UNSET
     item: OutputItem | UnsetType = UNSET
-    part: OutputText | ReasoningText | UnsetType = UNSET
+    part: OutputText | ReasoningText | SummaryText | UnsetType = UNSET
     delta: str | UnsetType = UNSET
     text: str | UnsetType = UNSET
     logprobs: list[schemas.ChatCompletionTokenLogprob] | UnsetType = UNSET
     name: str | UnsetType = UNSET
     arguments: str | UnsetType = UNSET
     input: str | UnsetType = UNSET
+    summary_index: int | UnsetType = UNSET
 
 
 class _OpenItem:
@@ -69,10 +71,21 @@ class _OpenItem:
 class ResponseEncoder:
     """Encodes an answer as server-sent events, or as one body."""
 
-    def __init__(self, begun: Response, items: OutputItems, name_of: NameOf) -> None:
+    def __init__(
+        self,
+        begun: Response,
+        items: OutputItems,
+        name_of: NameOf,
+        age_s: Callable[[], float] = float,
+        given: bytes | None = None,
+    ) -> None:
+        """`given` is the record of the response's input, if it is to be stored."""
         self._response = begun
         self._items = items
         self._name_of = name_of
+        self._age_s = age_s
+        self._given = given
+        self._end: AnswerEnded | None = None
         self._sequence_number = 0
         self._output: list[OutputItem] = []
         self._open: _OpenItem | None = None
@@ -90,18 +103,23 @@ class ResponseEncoder:
                     self._grow(added)
                 case AnswerEnded():
                     self._begin()
-                    self._end_answer(event)
+                    self._end_item(is_cut=event.finish_reason is messages.FinishReason.LENGTH)
+                    self._end = event
                 case _:
                     pass  # whether a part has ended well is known only from what follows
         return self._taken()
 
     def end(self) -> list[bytes]:
-        """Returns nothing: the answer's end is the last event."""
-        return []
+        """Returns the last event, with the whole response."""
+        assert self._end is not None, self
+        ended = output.ended(self._response, self._output, self._end, self._age_s())
+        self._add(f"response.{ended.status}", response=ended)
+        return self._taken()
 
     def fail(self, error: ErrorResponse) -> list[bytes]:
-        """Returns the failed response."""
+        """Returns the failed response, which is not stored."""
         self._begin()
+        self.stored(False)
         cut = [] if self._open is None else [self._items.whole(self._open.part, is_cut=True)]
         failed = output.failed(self._response, self._output + cut, http_errors.renamed(error, self._name_of))
         self._add("response.failed", response=failed)
@@ -115,11 +133,23 @@ class ResponseEncoder:
 
     def whole(self, answers: Sequence[AnswerEventReader]) -> bytes:
         """Returns the body of an unstreamed response."""
+        return _encoder.encode(self._whole(answers))
+
+    def records(self, answers: Sequence[AnswerEventReader]) -> Mapping[str, bytes]:
+        """Returns the records of the response and its input."""
+        assert self._given is not None, self
+        return stored.records_of(self._response.id, _encoder.encode(self._whole(answers)), self._given)
+
+    def stored(self, is_stored: bool) -> None:
+        """Says in the end whether the response is stored."""
+        self._response = msgspec.structs.replace(self._response, store=is_stored)
+
+    def _whole(self, answers: Sequence[AnswerEventReader]) -> Response:
         (answer,) = answers
         assert answer.end is not None, answer
         is_cut = answer.end.finish_reason is messages.FinishReason.LENGTH
         items = [self._items.whole(part, is_cut=is_cut and part is answer.parts[-1]) for part in answer.parts]
-        return _encoder.encode(output.ended(self._response, items, answer.end))
+        return output.ended(self._response, items, answer.end, self._age_s())
 
     def _begin(self) -> bool:
         """Adds the first events, unless already sent."""
@@ -136,6 +166,7 @@ class ResponseEncoder:
             self._add_inside("response.content_part.added", content_index=0, part=OutputText(text=""))
         elif part.kind is PartKind.REASONING:
             self._add_inside("response.content_part.added", content_index=0, part=ReasoningText(text=""))
+            self._add_summary("response.reasoning_summary_part.added", part=SummaryText(text=""))
 
     def _grow(self, added: str) -> None:
         assert self._open is not None, self
@@ -146,6 +177,7 @@ class ResponseEncoder:
             self._add_inside("response.output_text.delta", content_index=0, delta=added, logprobs=new)
         elif part.kind is PartKind.REASONING:
             self._add_inside("response.reasoning_text.delta", content_index=0, delta=added)
+            self._add_summary("response.reasoning_summary_text.delta", delta=added)
         elif self._open.custom is None:
             self._add_inside("response.function_call_arguments.delta", delta=added)
         else:
@@ -167,6 +199,8 @@ class ResponseEncoder:
         elif part.kind is PartKind.REASONING:
             self._add_inside("response.reasoning_text.done", content_index=0, text=part.text)
             self._add_inside("response.content_part.done", content_index=0, part=ReasoningText(text=part.text))
+            self._add_summary("response.reasoning_summary_text.done", text=part.text)
+            self._add_summary("response.reasoning_summary_part.done", part=SummaryText(text=part.text))
         elif not is_cut:
             self._end_call(item, self._open.custom)
         if not is_cut or part.kind is not PartKind.TOOL_CALL:
@@ -181,11 +215,10 @@ class ResponseEncoder:
             self._grow_input(custom.end())
             self._add_inside("response.custom_tool_call_input.done", input=custom.text)
 
-    def _end_answer(self, end: AnswerEnded) -> None:
-        is_cut = end.finish_reason is messages.FinishReason.LENGTH
-        self._end_item(is_cut=is_cut)
-        ended = output.ended(self._response, self._output, end)
-        self._add("response.incomplete" if is_cut else "response.completed", response=ended)
+    def _add_summary(self, type: str, **fields: object) -> None:
+        """Adds an event about the summary of the open item, if one was asked for."""
+        if self._items.with_summary:
+            self._add_inside(type, summary_index=0, **fields)
 
     def _add_inside(self, type: str, **fields: object) -> None:
         """Adds an event about the open item."""

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from tokenbus.gateway.openai.responses.body import InputContentPart, InputItem, ResponsesBody
+from tokenbus.gateway.openai.responses.body import InputContentPart, InputItem, PlacedItem
 from tokenbus.gateway.openai.responses.tools import arguments_of, full_name
 from tokenbus.protocol.wire import errors
 from tokenbus.protocol.wire import messages as wire
@@ -59,6 +59,7 @@ class Conversation:
                 self._append(wire.ChatMessage(role=item.role or "", content=text), path, f"{path}.content")
             case "reasoning":
                 text = _text(item.content, f"{path}.content") or unpack(item.encrypted_content)
+                text = text or _joined([part.text or "" for part in item.summary or ()])
                 self._assistant(path).reasoning.append(text)
             case "function_call":
                 self._assistant(path).add_call(item, item.arguments, path)
@@ -73,6 +74,8 @@ class Conversation:
                 pass  # these are offered with the others
             case "item_reference":
                 raise errors.unsupported_field(f"{path}.type", "nothing is stored here: send the item itself")
+            case "compaction" | "compaction_trigger":
+                raise errors.unsupported_field(f"{path}.type", "there is no compaction: send the items themselves")
             case _:
                 raise errors.unsupported_field(f"{path}.type", f"items of the type {kind[:100]!r} are not served")
 
@@ -117,14 +120,14 @@ class _Turn:
         )
 
 
-def conversation_of(body: ResponsesBody) -> Conversation:
-    """Returns the conversation of a request, preceded by its instructions. Raises RequestError with OpenAI's name for
+def conversation_of(instructions: str | None, items: Sequence[PlacedItem]) -> Conversation:
+    """Returns the conversation made of items, preceded by the instructions. Raises RequestError with OpenAI's name for
     the field at fault."""
     conversation = Conversation()
-    if body.instructions:
-        conversation.add(InputItem(role="system", content=body.instructions), "instructions")
-    for index, item in enumerate(body.items):
-        conversation.add(item, f"input[{index}]" if isinstance(body.input, list) else "input")
+    if instructions:
+        conversation.add(InputItem(role="system", content=instructions), "instructions")
+    for item, path in items:
+        conversation.add(item, path)
     conversation.end()
     return conversation
 

@@ -18,7 +18,7 @@ from tokenbus.gateway.openai.responses.body import ResponsesBody, TextConfig, Te
 from tokenbus.gateway.openai.responses.tools import OfferedTools, ResponsesTool, input_of
 from tokenbus.gateway.serving.answer_events import AnswerEnded, AnswerPart, PartKind
 from tokenbus.gateway.serving.dialect import ResponseHead
-from tokenbus.protocol.wire import messages
+from tokenbus.protocol.wire import messages, params
 
 Status = Literal["in_progress", "completed", "incomplete"]
 _TIERS = {"priority": "priority", "fast": "priority", "flex": "flex"}
@@ -38,6 +38,10 @@ class ReasoningText(msgspec.Struct, frozen=True, kw_only=True, tag_field="type",
     text: str
 
 
+class SummaryText(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="summary_text"):
+    text: str
+
+
 class MessageItem(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="message"):
     id: str
     status: Status
@@ -48,8 +52,8 @@ class MessageItem(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", t
 class ReasoningItem(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="reasoning"):
     id: str
     status: Status
-    summary: list[None] = []
-    """Always empty: the reasoning is not summarized; it is in `content`."""
+    summary: list[SummaryText] = []
+    """The same text as in `content`, if a summary was asked for: nothing summarizes it."""
     content: list[ReasoningText]
     encrypted_content: str | UnsetType = UNSET
     """Only if requested."""
@@ -79,15 +83,19 @@ OutputItem = ReasoningItem | MessageItem | FunctionCallItem | CustomToolCallItem
 class OutputItems:
     """Makes the items of one response."""
 
-    def __init__(self, request_id: str, tools: OfferedTools, *, with_encrypted_content: bool) -> None:
-        self._request_id = request_id
+    def __init__(
+        self, token: str, tools: OfferedTools, *, with_encrypted_content: bool, with_summary: bool = False
+    ) -> None:
+        """`token` is the part that the ids of the response and its items have in common."""
+        self._token = token
         self._tools = tools
         self._with_encrypted_content = with_encrypted_content
+        self.with_summary = with_summary
 
     def id(self, part: AnswerPart) -> str:
         """Returns the id of a part's item."""
         prefix = "ctc" if self.is_custom(part) else _PREFIXES[part.kind]
-        return f"{prefix}_{self._request_id}_{part.index}"
+        return f"{prefix}_{self._token}_{part.index}"
 
     def is_custom(self, part: AnswerPart) -> bool:
         """Whether a part is the call of a custom tool."""
@@ -110,7 +118,10 @@ class OutputItems:
             case PartKind.REASONING:
                 packed = items.pack(part.text) if self._with_encrypted_content else UNSET
                 content = [ReasoningText(text=part.text)]
-                return ReasoningItem(id=self.id(part), status=status, content=content, encrypted_content=packed)
+                summary = [SummaryText(text=part.text)] if self.with_summary else []
+                return ReasoningItem(
+                    id=self.id(part), status=status, summary=summary, content=content, encrypted_content=packed
+                )
             case PartKind.TEXT:
                 return MessageItem(id=self.id(part), status=status, content=[output_text(part)])
             case PartKind.TOOL_CALL:
@@ -172,6 +183,22 @@ class ResponseError(msgspec.Struct, frozen=True, kw_only=True):
     param: str | None
 
 
+class EchoedFormat(msgspec.Struct, frozen=True, kw_only=True):
+    """The format that was asked for."""
+
+    type: str
+    name: str | UnsetType = UNSET
+    description: str | UnsetType | None = UNSET
+    schema: dict[str, Any] | UnsetType | None = UNSET
+    strict: bool | UnsetType = UNSET
+    """These four only of a schema."""
+
+
+class EchoedText(msgspec.Struct, frozen=True, kw_only=True):
+    format: EchoedFormat
+    verbosity: str | UnsetType = UNSET
+
+
 class Response(msgspec.Struct, frozen=True, kw_only=True):
     """The response, with what the request asked for."""
 
@@ -179,61 +206,96 @@ class Response(msgspec.Struct, frozen=True, kw_only=True):
     object: str = "response"
     created_at: int
     """Unix seconds."""
+    completed_at: int | None = None
     status: str = "in_progress"
     background: bool = False
     error: ResponseError | None = None
     incomplete_details: IncompleteDetails | None = None
     instructions: str | None
     max_output_tokens: int | None
+    max_tool_calls: int | None
     metadata: dict[str, str]
     model: str
     output: list[OutputItem] = []
     parallel_tool_calls: bool
-    previous_response_id: None = None
-    prompt_cache_key: str | UnsetType = UNSET
+    presence_penalty: float
+    frequency_penalty: float
+    previous_response_id: str | None
+    prompt_cache_key: str | None
     reasoning: ReasoningConfig
+    safety_identifier: str | None
     service_tier: str
-    store: bool = False
-    temperature: float | None
-    text: TextConfig
+    store: bool
+    """Whether it is stored; false if that failed."""
+    temperature: float
+    text: EchoedText
     tool_choice: str | dict[str, Any]
     tools: list[dict[str, Any]]
     top_logprobs: int
-    top_p: float | None
+    top_p: float
     truncation: str = "disabled"
     """A conversation is never truncated."""
     usage: ResponseUsage | None = None
+    user: str | None
 
 
-def begun(head: ResponseHead, body: ResponsesBody, tools: OfferedTools) -> Response:
+def begun(head: ResponseHead, body: ResponsesBody, tools: OfferedTools, token: str, *, is_stored: bool) -> Response:
     """Returns the response before any of its answer is known."""
-    text, asked = body.text or TextConfig(), body.reasoning or ReasoningConfig()
+    asked = body.reasoning or ReasoningConfig()
     return Response(
-        id=f"resp_{head.request_id}",
+        id=f"resp_{token}",
         created_at=head.created,
         instructions=body.instructions,
         max_output_tokens=body.max_output_tokens,
+        max_tool_calls=body.max_tool_calls,
         metadata=body.metadata or {},
         model=head.model,
         parallel_tool_calls=body.parallel_tool_calls is not False,
-        prompt_cache_key=body.prompt_cache_key or UNSET,
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        previous_response_id=body.previous_response_id,
+        prompt_cache_key=body.prompt_cache_key,
         reasoning=ReasoningConfig(effort=asked.effort, summary=asked.summary),
+        safety_identifier=body.safety_identifier,
         service_tier=_TIERS.get(body.service_tier or "", "default"),
-        temperature=body.temperature,
-        text=msgspec.structs.replace(text, format=text.format or TextFormat(type="text")),
+        store=is_stored,
+        temperature=_or_default(body.temperature, params.DEFAULTS.temperature),
+        text=_echoed(body.text or TextConfig()),
         tool_choice=body.tool_choice or "auto",
         tools=tools.given,
         top_logprobs=body.top_logprobs or 0,
-        top_p=body.top_p,
+        top_p=_or_default(body.top_p, params.DEFAULTS.top_p),
+        user=body.user,
     )
 
 
-def ended(response: Response, output: Sequence[OutputItem], end: AnswerEnded) -> Response:
-    """Returns the response when its answer has ended successfully, or at its limit."""
+def _or_default(asked: float | None, default: float | None) -> float:
+    value = default if asked is None else asked
+    assert value is not None
+    return value
+
+
+def _echoed(text: TextConfig) -> EchoedText:
+    asked, verbosity = text.format or TextFormat(type="text"), text.verbosity or UNSET
+    if asked.type != "json_schema":
+        return EchoedText(format=EchoedFormat(type=asked.type), verbosity=verbosity)
+    echoed = EchoedFormat(
+        type=asked.type,
+        name=asked.name or "",
+        description=asked.description,
+        schema=asked.schema,
+        strict=bool(asked.strict),
+    )
+    return EchoedText(format=echoed, verbosity=verbosity)
+
+
+def ended(response: Response, output: Sequence[OutputItem], end: AnswerEnded, age_s: float) -> Response:
+    """Returns the response when its answer has ended successfully, or at its limit, `age_s` after the request."""
     is_cut = end.finish_reason is messages.FinishReason.LENGTH
     return msgspec.structs.replace(
         response,
         status="incomplete" if is_cut else "completed",
+        completed_at=None if is_cut else response.created_at + int(age_s),
         incomplete_details=IncompleteDetails() if is_cut else None,
         output=list(output),
         usage=_encode_usage(end.usage),

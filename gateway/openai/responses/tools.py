@@ -12,6 +12,8 @@ from tokenbus.protocol.wire import errors
 
 _INPUT = "input"
 """The only parameter of a function that stands for a custom tool."""
+_UNASKED = {"description": None, "parameters": None, "strict": None}
+"""Fields that every function of a response has."""
 _OPENING = re.compile(rf'\s*\{{\s*"{_INPUT}"\s*:\s*"')
 _HIGH, _LOW = r"\\u[dD][89abAB][0-9a-fA-F]{2}", r"\\u[dD][c-fC-F][0-9a-fA-F]{2}"
 _OTHER = r"\\u(?![dD][89abAB])[0-9a-fA-F]{4}"
@@ -46,7 +48,7 @@ class OfferedTools:
             before = len(self.functions)
             self._offer(tool, path, None)
             if len(self.functions) > before:
-                self.given.append(tool)
+                self.given.append(_UNASKED | tool if tool["type"] == "function" else tool)
         self.choice = self._choose(choice)
         """The choice, in the wire's form."""
 

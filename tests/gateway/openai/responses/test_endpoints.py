@@ -140,7 +140,7 @@ def test_a_session_is_named_by_our_field_or_the_cache_key_or_a_header() -> None:
 
 def test_fields_that_change_nothing_here_are_ignored() -> None:
     ignored = {
-        "store": True,
+        "store": False,
         "user": "me",
         "safety_identifier": "me",
         "truncation": "auto",

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import httpx2
 import openai
@@ -23,6 +23,7 @@ HEAD = ResponseHead("r", 1_700_000_000, "demo")
 USAGE = messages.Usage(prompt_tokens=5, completion_tokens=3, total_tokens=8, cached_tokens=4, reasoning_tokens=1)
 STOP, LENGTH, CALLS = messages.FinishReason.STOP, messages.FinishReason.LENGTH, messages.FinishReason.TOOL_CALLS
 FIRST = ["response.created", "response.in_progress"]
+SUMMARY = {"summary": "auto"}
 TOOLS: list[dict[str, Any]] = [
     {"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": True},
     {"type": "custom", "name": "patch"},
@@ -150,6 +151,36 @@ def test_each_item_is_added_grows_and_is_done() -> None:
     ]
     assert completed["type"] == "response.completed"
     assert (completed["response"]["status"], completed["response"]["output"]) == ("completed", whole)
+
+
+def test_a_summary_that_was_asked_for_is_the_reasoning_itself() -> None:
+    events = events_of(chunk(reasoning="h"), chunk(reasoning="m"), chunk(STOP, usage=USAGE), reasoning=SUMMARY)
+    shown = [event for event in events if "summary_index" in event]
+    place = {"output_index": 0, "item_id": "rs_r_0", "summary_index": 0}
+    name = "response.reasoning_summary"
+    assert [{key: value for key, value in one.items() if key != "sequence_number"} for one in shown] == [
+        {"type": f"{name}_part.added", **place, "part": {"type": "summary_text", "text": ""}},
+        {"type": f"{name}_text.delta", **place, "delta": "h"},
+        {"type": f"{name}_text.delta", **place, "delta": "m"},
+        {"type": f"{name}_text.done", **place, "text": "hm"},
+        {"type": f"{name}_part.done", **place, "part": {"type": "summary_text", "text": "hm"}},
+    ]
+    (item,) = events[-1]["response"]["output"]
+    assert (item["summary"], item["content"]) == (
+        [{"type": "summary_text", "text": "hm"}],
+        [{"type": "reasoning_text", "text": "hm"}],
+    )
+
+
+@pytest.mark.parametrize("text", ["", "a"])
+def test_a_response_that_failed_says_that_it_is_not_stored(text: str) -> None:
+    encoder = cast(Any, ENDPOINT.parse(b'{"model": "demo", "input": "hi"}', {}, "r", "", None, 1_000)).encoder(HEAD)
+    sent = [*encoder.encode(0, AnswerEventReader().read(chunk(text=text)))]
+    *first, failed = [
+        json.loads(one.partition(b"data: ")[2]) for one in [*sent, *encoder.fail(ErrorResponse(500, "x", "y"))]
+    ]
+    assert first[0]["response"]["store"]
+    assert not failed["response"]["store"]
 
 
 def test_a_response_begins_with_nothing_and_ends_with_its_usage() -> None:

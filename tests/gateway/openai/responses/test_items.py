@@ -7,6 +7,7 @@ from tokenbus.gateway.openai.responses.body import InputContentPart, InputItem
 from tokenbus.gateway.openai.responses.items import Conversation
 from tokenbus.protocol.wire.messages import ChatMessage
 
+SUMMARY = [InputContentPart(type="summary_text", text="hm")]
 USER = InputItem(role="user", content="hi")
 CALL = InputItem(type="function_call", call_id="c1", name="f", arguments='{"a": 1}')
 RESULT = InputItem(type="function_call_output", call_id="c1", output="ok")
@@ -105,3 +106,10 @@ def test_an_item_that_only_offers_tools_is_no_message() -> None:
     assert messages_of(InputItem(type="additional_tools", role="developer", tools=[]), USER) == [
         ChatMessage(role="user", content="hi")
     ]
+
+
+def test_a_summary_is_the_reasoning_if_a_client_has_kept_nothing_else_of_it() -> None:
+    (message,) = messages_of(InputItem(type="reasoning", summary=SUMMARY))
+    assert message.reasoning_content == "hm"
+    (message,) = messages_of(reasoning("all of it", summary=SUMMARY))
+    assert message.reasoning_content == "all of it"

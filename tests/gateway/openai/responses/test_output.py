@@ -28,12 +28,15 @@ def test_a_response_has_every_field_that_clients_expect() -> None:
         "id": "resp_r",
         "object": "response",
         "created_at": 1_700_000_000,
+        "completed_at": 1_700_000_000,
         "status": "completed",
         "background": False,
         "error": None,
         "incomplete_details": None,
         "instructions": None,
+        "frequency_penalty": 0.0,
         "max_output_tokens": None,
+        "max_tool_calls": None,
         "metadata": {},
         "model": "demo",
         "output": [
@@ -46,16 +49,19 @@ def test_a_response_has_every_field_that_clients_expect() -> None:
             }
         ],
         "parallel_tool_calls": True,
+        "presence_penalty": 0.0,
         "previous_response_id": None,
+        "prompt_cache_key": None,
         "reasoning": {"effort": None, "summary": None},
+        "safety_identifier": None,
         "service_tier": "default",
         "store": False,
-        "temperature": None,
+        "temperature": 0.7,
         "text": {"format": {"type": "text"}},
         "tool_choice": "auto",
         "tools": [],
         "top_logprobs": 0,
-        "top_p": None,
+        "top_p": 0.9,
         "truncation": "disabled",
         "usage": {
             "input_tokens": 5,
@@ -64,6 +70,7 @@ def test_a_response_has_every_field_that_clients_expect() -> None:
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": 8,
         },
+        "user": None,
     }
 
 
@@ -71,25 +78,42 @@ def test_a_response_repeats_what_was_asked_for_and_done() -> None:
     tool = {"type": "function", "name": "f", "parameters": {"type": "object", "a": None}, "strict": True}
     same: dict[str, Any] = {
         "instructions": "be brief",
+        "frequency_penalty": 0.5,
         "max_output_tokens": 9,
+        "max_tool_calls": 3,
         "metadata": {"a": "b"},
         "parallel_tool_calls": False,
+        "presence_penalty": -0.5,
         "prompt_cache_key": "key",
+        "safety_identifier": "me",
+        "user": "me",
         "reasoning": {"effort": "low", "summary": "auto"},
         "service_tier": "flex",
         "temperature": 0.5,
-        "text": {"format": {"type": "json_schema", "name": "n", "schema": {"type": "object"}}, "verbosity": "low"},
+        "text": {
+            "format": {
+                "type": "json_schema",
+                "name": "n",
+                "description": None,
+                "schema": {"type": "object"},
+                "strict": False,
+            },
+            "verbosity": "low",
+        },
         "tool_choice": {"type": "function", "name": "f"},
         "top_logprobs": 2,
         "top_p": 0.25,
     }
     response = whole(**same, tools=[{"type": "web_search"}, tool])
     assert {key: response[key] for key in same} == same
-    assert response["tools"] == [tool]
+    assert response["tools"] == [tool | {"description": None}]
+    assert whole(tools=[{"type": "function", "name": "f"}])["tools"] == [
+        {"type": "function", "name": "f", "description": None, "parameters": None, "strict": None}
+    ]
 
 
 def test_what_is_not_done_as_asked_is_told() -> None:
-    response = whole(store=True, truncation="auto", service_tier="fast")
+    response = whole(truncation="auto", service_tier="fast")
     assert (response["store"], response["truncation"], response["service_tier"]) == (False, "disabled", "priority")
 
 

@@ -1,0 +1,115 @@
+"""The records of the gateway's tenants: counted, logged, and without the differences between stores."""
+
+from collections.abc import Mapping
+
+import structlog
+
+from tokenbus.gateway.admission.metrics import GatewayMetrics
+from tokenbus.gateway.http import http_errors
+from tokenbus.gateway.storage.jetstream_store import JetStreamStore, bucket_of
+from tokenbus.gateway.storage.record_store import MemoryStore, RecordStore, StorageLimits, StoreError
+from tokenbus.protocol.bus.connection import Connection
+
+
+class Records:
+    """All records of a gateway."""
+
+    def __init__(self, store: RecordStore | None, limits: StorageLimits, metrics: GatewayMetrics) -> None:
+        """`store` is None if nothing is kept."""
+        self.store = store
+        self.max_record_bytes = limits.max_record_bytes if store is not None else 0
+        """The most bytes of one record; 0: nothing is kept."""
+        self._metrics = metrics
+        self._is_failing = False
+
+    def __repr__(self) -> str:
+        return f"<Records {self.store!r}>"
+
+    @classmethod
+    async def open(
+        cls, connection: Connection, prefix: str, limits: StorageLimits, metrics: GatewayMetrics
+    ) -> "Records":
+        """Opens the broker's bucket or, if it has no JetStream or does not allow it, a store in memory."""
+        if not limits.max_age_s or not limits.max_bytes:
+            return cls(None, limits, metrics)
+        shared, reason = JetStreamStore(connection, bucket_of(prefix), limits), None
+        store: RecordStore = shared
+        try:
+            await shared.open()
+        except StoreError as error:
+            store, reason = MemoryStore(limits), str(error)
+        structlog.get_logger().info("responses_kept", place=store.place, reason=reason)
+        return cls(store, limits, metrics)
+
+    def of(self, tenant: str) -> "TenantRecords":
+        return TenantRecords(self, tenant)
+
+    async def read(self, tenant: str, name: str) -> bytes | None:
+        """Returns a record, if there is one. Raises ApiError if the store fails."""
+        if self.store is None:
+            return None
+        try:
+            found = await self.store.get(tenant, name)
+        except StoreError as error:
+            self._failed("read", error)
+            raise http_errors.ApiError(http_errors.STORE_FAILED) from error
+        self._done("read", "missing" if found is None else "ok")
+        return found
+
+    async def keep(self, tenant: str, records: Mapping[str, bytes]) -> bool:
+        """Stores records that belong together, in order. Returns whether they are stored."""
+        if self.store is None:
+            return False
+        if sum(map(len, records.values())) > self.max_record_bytes:
+            self._done("write", "too_large")
+            return False
+        try:
+            for name, record in records.items():
+                await self.store.put(tenant, name, record)
+        except StoreError as error:
+            self._failed("write", error)
+            return False
+        self._done("write", "ok")
+        return True
+
+    async def delete(self, tenant: str, *names: str) -> None:
+        """Deletes records. Raises ApiError if the store fails."""
+        if self.store is None:
+            return
+        try:
+            for name in names:
+                await self.store.delete(tenant, name)
+        except StoreError as error:
+            self._failed("delete", error)
+            raise http_errors.ApiError(http_errors.STORE_FAILED) from error
+        self._done("delete", "ok")
+
+    def _done(self, operation: str, outcome: str) -> None:
+        self._is_failing = False
+        self._metrics.stored.labels(operation, outcome).inc()
+
+    def _failed(self, operation: str, error: StoreError) -> None:
+        self._metrics.stored.labels(operation, "failed").inc()
+        if not self._is_failing:  # once an outage: each request of it would be a line
+            structlog.get_logger().warning("response_store_failed", operation=operation, error=str(error))
+        self._is_failing = True
+
+
+class TenantRecords:
+    """The records of one tenant, which are hidden from all others."""
+
+    def __init__(self, records: Records, tenant: str) -> None:
+        self._records = records
+        self._tenant = tenant
+
+    def __repr__(self) -> str:
+        return f"<TenantRecords of {self._tenant}>"
+
+    async def read(self, name: str) -> bytes | None:
+        return await self._records.read(self._tenant, name)
+
+    async def keep(self, records: Mapping[str, bytes]) -> bool:
+        return await self._records.keep(self._tenant, records)
+
+    async def delete(self, *names: str) -> None:
+        await self._records.delete(self._tenant, *names)

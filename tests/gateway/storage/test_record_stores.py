@@ -1,0 +1,163 @@
+"""What every store of records keeps, and for how long: in memory, and in a bucket of a real broker."""
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tokenbus.cli.console import nats_server
+from tokenbus.gateway.storage.jetstream_store import JetStreamStore
+from tokenbus.gateway.storage.record_store import MemoryStore, RecordStore, StorageLimits, StoreError
+from tokenbus.protocol.bus import connection as nats
+
+DAY = StorageLimits(max_age_s=86_400, max_bytes=8 * 1024 * 1024)
+MakeStore = Callable[[StorageLimits], Awaitable[RecordStore]]
+_buckets = (f"bucket_{number}" for number in itertools.count())
+
+
+class Clock:
+    """The time of a store in memory, which passes at will."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture(scope="module")
+def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[nats_server.NatsServer]:
+    folder = tmp_path_factory.mktemp("jetstream")
+    config = folder / "nats.conf"
+    config.write_text(f"jetstream {{ store_dir: '{folder}' }}\nmax_payload: 1MB\n")
+    running = asyncio.run(nats_server.start(0, folder / "nats.log", config))
+    yield running
+    running.stop()
+
+
+@pytest.fixture
+async def connection(broker: nats_server.NatsServer) -> AsyncIterator[nats.Connection]:
+    opened = await nats.connect(nats.BusSettings(url=broker.url), "test")
+    yield opened
+    await opened.close()
+
+
+@pytest.fixture(params=["memory", "jetstream"])
+def make(request: pytest.FixtureRequest, connection: nats.Connection) -> MakeStore:
+    async def made(limits: StorageLimits) -> RecordStore:
+        if request.param == "memory":
+            return MemoryStore(limits)
+        store = JetStreamStore(connection, next(_buckets), limits)
+        assert await store.open()
+        return store
+
+    return made
+
+
+async def test_a_record_is_there_for_its_tenant_only_until_it_is_deleted(make: MakeStore) -> None:
+    store = await make(DAY)
+    await store.put("acme", "resp_1", b"one")
+    await store.put("acme", "resp_2", b"")
+    assert await store.get("acme", "resp_1") == b"one"
+    assert await store.get("acme", "resp_2") == b""
+    assert await store.get("globex", "resp_1") is None
+    await store.delete("globex", "resp_1")
+    await store.delete("acme", "resp_1")
+    await store.delete("acme", "resp_1")
+    assert await store.get("acme", "resp_1") is None
+    assert await store.get("acme", "resp_2") == b""
+
+
+@pytest.mark.parametrize("num_bytes", [1024 * 1024 - 4 * 1024 - 4, 3 * 1024 * 1024])
+async def test_a_record_may_be_larger_than_a_message(make: MakeStore, num_bytes: int) -> None:
+    store, record = await make(DAY), bytes(range(251)) * (num_bytes // 251 + 1)
+    await store.put("a tenant.with dots", "resp_1", record)
+    assert await store.get("a tenant.with dots", "resp_1") == record
+    await store.delete("a tenant.with dots", "resp_1")
+    assert await store.get("a tenant.with dots", "resp_1") is None
+
+
+async def test_a_full_store_drops_its_oldest_records_and_never_half_of_one(make: MakeStore) -> None:
+    store, record = await make(DAY), bytes(3 * 1024 * 1024)
+    for number in range(4):
+        await store.put("acme", f"resp_{number}", record)
+    found = [await store.get("acme", f"resp_{number}") for number in range(4)]
+    assert found == [None, None, record, record]
+
+
+async def test_an_expired_record_is_gone_from_memory() -> None:
+    clock = Clock()
+    store = MemoryStore(StorageLimits(10.0, 1_000), clock)
+    await store.put("acme", "resp_1", b"one")
+    clock.now = 9.0
+    assert await store.get("acme", "resp_1") == b"one"
+    clock.now = 10.0
+    assert await store.get("acme", "resp_1") is None
+    await store.put("acme", "resp_2", b"two")
+    assert store.num_bytes == 3
+
+
+async def test_an_expired_record_is_gone_from_a_bucket(connection: nats.Connection) -> None:
+    store = JetStreamStore(connection, next(_buckets), StorageLimits(0.2, 1_000_000))
+    await store.open()
+    await store.put("acme", "resp_1", b"one")
+    async with asyncio.timeout(10):
+        while await store.get("acme", "resp_1") is not None:
+            await asyncio.sleep(0.02)
+
+
+async def test_gateways_share_a_bucket_which_takes_over_new_limits(connection: nats.Connection) -> None:
+    bucket = next(_buckets)
+    first, second = (JetStreamStore(connection, bucket, DAY._replace(max_age_s=age)) for age in (86_400.0, 3_600.0))
+    assert await first.open()
+    await first.put("acme", "resp_1", b"one")
+    assert not await second.open()
+    assert await second.get("acme", "resp_1") == b"one"
+    config = (await connection.jetstream(1.0).stream_info(f"KV_{bucket}")).config
+    assert (config.max_age, config.max_bytes) == (3_600, DAY.max_bytes)
+
+
+async def test_a_bucket_that_is_lost_is_made_again(connection: nats.Connection) -> None:
+    bucket = next(_buckets)
+    store = JetStreamStore(connection, bucket, DAY)
+    await store.open()
+    await store.put("acme", "resp_1", b"one")
+    await connection.jetstream(1.0).delete_stream(f"KV_{bucket}")
+    assert await store.get("acme", "resp_1") is None
+    await connection.jetstream(1.0).delete_stream(f"KV_{bucket}")
+    await store.put("acme", "resp_2", b"two")
+    assert await store.get("acme", "resp_2") == b"two"
+
+
+async def test_a_broker_without_jetstream_or_room_is_told(tmp_path: Path) -> None:
+    config = tmp_path / "nats.conf"
+    config.write_text(f"jetstream {{ store_dir: '{tmp_path}', max_file_store: 1MB }}")
+    for chosen in (None, config):
+        broker = await nats_server.start(0, tmp_path / "nats.log", chosen)
+        connection = await nats.connect(nats.BusSettings(url=broker.url), "test")
+        try:
+            with pytest.raises(StoreError):
+                await JetStreamStore(connection, "bucket", DAY).open()
+        finally:
+            await connection.close()
+            broker.stop()
+
+
+async def test_a_broker_that_is_gone_fails_a_call_and_loses_nothing_else(tmp_path: Path) -> None:
+    config = tmp_path / "nats.conf"
+    config.write_text(f"jetstream {{ store_dir: '{tmp_path}' }}")
+    broker = await nats_server.start(0, tmp_path / "nats.log", config)
+    connection = await nats.connect(nats.BusSettings(url=broker.url), "test")
+    store = JetStreamStore(connection, "bucket", DAY, timeout_s=0.1)
+    await store.open()
+    broker.stop()
+    try:
+        with pytest.raises(StoreError):
+            await store.put("acme", "resp_1", b"one")
+        with pytest.raises(StoreError):
+            await store.get("acme", "resp_1")
+        with pytest.raises(StoreError):
+            await store.delete("acme", "resp_1")
+    finally:
+        await connection.close()
