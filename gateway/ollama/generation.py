@@ -132,7 +132,7 @@ class _Line(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     done_reason: str | UnsetType = UNSET
     """`stop`, `length` or `load`, in the last line, which also has the fields below."""
     logprobs: list[OllamaTokenLogprob] | UnsetType = UNSET
-    """Those of the tokens of this line, or of a whole answer, if asked for."""
+    """Those of the tokens since the last line, or of a whole answer, if asked for."""
     total_duration: int | UnsetType = UNSET
     """Nanoseconds since the request was received, like all durations."""
     load_duration: int | UnsetType = UNSET
@@ -245,6 +245,8 @@ class LinesEncoder:
         self._model = model
         self._only_loads = only_loads
         self._head = head
+        self._unshown: list[OllamaTokenLogprob] = []
+        """The log probabilities of tokens since the last line."""
 
     def content(self, text: str = "", thinking: str = "", calls: Sequence[OllamaToolCall] = ()) -> dict[str, Any]:
         """Returns the fields of a line that hold more of the answer."""
@@ -257,22 +259,23 @@ class LinesEncoder:
         return list(self._lines(events))
 
     def _lines(self, events: Sequence[AnswerEvent]) -> Iterator[bytes]:
-        logprobs: list[OllamaTokenLogprob] = []
         for event in events:
             match event:
                 case TokensSampled():
-                    logprobs += _logprobs(event.logprobs)
+                    self._unshown += _logprobs(event.logprobs)
                 case PartGrew(part, added) if part.kind is not PartKind.TOOL_CALL:
                     is_text = part.kind is PartKind.TEXT
-                    yield self._line(self.content(added) if is_text else self.content(thinking=added), logprobs)
-                    logprobs = []
+                    yield self._line(self.content(added) if is_text else self.content(thinking=added), self._taken())
                 case PartEnded(part) if part.kind is PartKind.TOOL_CALL and (call := _call(part)) is not None:
-                    yield self._line(self.content(calls=[call]), logprobs)
-                    logprobs = []
+                    yield self._line(self.content(calls=[call]), self._taken())
                 case AnswerEnded():
-                    yield self._last(event, self.content(), logprobs)
+                    yield self._last(event, self.content(), self._taken())
                 case _:
                     pass
+
+    def _taken(self) -> list[OllamaTokenLogprob]:
+        taken, self._unshown = self._unshown, []
+        return taken
 
     def end(self) -> list[bytes]:
         """Returns nothing: the last line has said that the answer is complete."""

@@ -121,7 +121,7 @@ def test_settings_of_loading_and_samplers_that_are_off_have_no_effect() -> None:
         ({"messages": [{"role": "system", "content": "a"}] * 2 + [{"role": "", "content": "a"}]}, "messages[2].role"),
         ({"tools": [{"type": "function"}]}, "tools[0].function"),
         ({"messages": [], "keep_alive": 0}, "keep_alive"),
-        ({"messages": [], "keep_alive": "0m"}, "keep_alive"),
+        ({"messages": [], "keep_alive": "-0.0h0ms"}, "keep_alive"),
     ],
 )
 def test_a_field_of_a_chat_that_is_wrong_or_not_served_is_named(fields: dict[str, Any], param: str) -> None:
@@ -259,6 +259,16 @@ def test_log_probabilities_come_with_the_tokens_of_a_line() -> None:
     shown = {"token": "H", "logprob": -0.5, "bytes": [72]}
     assert line["logprobs"] == [shown | {"top_logprobs": [shown]}]
     assert "logprobs" not in last
+    line, last = lines_of(parsed, chunk(logprobs=[token]), chunk(text="HH", logprobs=[token]), terminal())
+    assert [one["token"] for one in line["logprobs"]] == ["H", "H"], "one of them had no text of its own"
+    _, last = lines_of(parsed, chunk(text="H"), chunk(logprobs=[token]), terminal())
+    assert len(last["logprobs"]) == 1
+
+
+def test_a_duration_of_any_form_is_read_in_no_time() -> None:
+    """Patterns that backtrack would take days, in the event loop."""
+    assert request_of(chat(messages=[], keep_alive="0ms" * 200 + "1s")).max_tokens == 1
+    assert refusal_of(lambda: chat(messages=[], keep_alive="1ms" * 200 + "x")).param == "keep_alive"
 
 
 @pytest.mark.parametrize("parsed", [chat(messages=[]), complete(), complete(prompt="", keep_alive=-1)])
