@@ -2,9 +2,10 @@
 
 import asyncio
 import base64
+import contextlib
 import re
 from array import array
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Coroutine, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from tokenbus.client.wire.wire_client import WireClient
@@ -15,7 +16,7 @@ ReplyT = TypeVar("ReplyT")
 INPUTS_AT_ONCE = 32
 """Inputs per request: their vectors of 4,096 numbers take 0.7 MiB in base64."""
 _REQUESTS_AT_ONCE = 4
-_PLACE = re.compile(r"input\[(\d+)\]")
+_PLACE = re.compile(r"(input|documents)\[(\d+)\]")
 
 
 async def embed(client: WireClient, model: str, request: messages.EmbedRequest) -> messages.EmbedReply:
@@ -28,10 +29,8 @@ async def embed(client: WireClient, model: str, request: messages.EmbedRequest) 
     async def embed_some(start: int) -> messages.EmbedReply:
         some = codec.replace(request, id=f"{request.id}-{start}", input=inputs[start : start + INPUTS_AT_ONCE])
         async with turns:
-            try:
+            with _renumbering(start):
                 return await client.embed(model, some)
-            except errors.RequestError as error:
-                raise errors.RequestError(_shifted(error.error, start)) from error
 
     starts = range(0, len(inputs), INPUTS_AT_ONCE)
     return _joined(request.id or "", await _gathered(embed_some(start) for start in starts))
@@ -40,14 +39,16 @@ async def embed(client: WireClient, model: str, request: messages.EmbedRequest) 
 async def rank_each(
     client: WireClient, model: str, requests: Sequence[messages.RerankRequest]
 ) -> list[messages.RerankReply]:
-    """Returns the reply to each request. Raises RequestError."""
+    """Returns the reply to each request; if there are several, each has one document. Raises RequestError, whose
+    `param` counts the documents of all requests."""
     turns = asyncio.Semaphore(_REQUESTS_AT_ONCE)
 
-    async def rank(request: messages.RerankRequest) -> messages.RerankReply:
+    async def rank(number: int, request: messages.RerankRequest) -> messages.RerankReply:
         async with turns:
-            return await client.rerank(model, request)
+            with _renumbering(number):
+                return await client.rerank(model, request)
 
-    return await _gathered(rank(one) for one in requests)
+    return await _gathered(rank(number, one) for number, one in enumerate(requests))
 
 
 async def _gathered(calls: Iterable[Coroutine[Any, Any, ReplyT]]) -> list[ReplyT]:
@@ -76,12 +77,19 @@ def _joined(request_id: str, replies: list[messages.EmbedReply]) -> messages.Emb
     )
 
 
-def _shifted(error: errors.Error, start: int) -> errors.Error:
-    """Returns an error about some inputs, renumbered since the first of them is input `start`."""
+@contextlib.contextmanager
+def _renumbering(start: int) -> Iterator[None]:
+    """Renumbers the input that a RequestError raised in the block is about: the first one of its request is input
+    `start` of all."""
 
     def shift(text: str) -> str:
-        return _PLACE.sub(lambda place: f"input[{int(place[1]) + start}]", text, count=1)
+        return _PLACE.sub(lambda place: f"{place[1]}[{int(place[2]) + start}]", text, count=1)
 
-    if error.param is None or not _PLACE.match(error.param):
-        return error
-    return codec.replace(error, param=shift(error.param), message=shift(error.message))
+    try:
+        yield
+    except errors.RequestError as refused:
+        error = refused.error
+        if error.param is None or not _PLACE.match(error.param):
+            raise
+        shifted = codec.replace(error, param=shift(error.param), message=shift(error.message))
+        raise errors.RequestError(shifted) from refused

@@ -27,6 +27,13 @@ class Client:
             id=request.id or "", model=model, embeddings=[str(one) for one in inputs], usage=usage
         )
 
+    async def rerank(self, model: str, request: messages.RerankRequest) -> messages.RerankReply:
+        (document,) = request.documents or []
+        if document == "bad":
+            raise errors.invalid_field("documents[0]", "is bad")
+        ranked = [messages.RankedDocument(index=0, relevance_score=float(document))]
+        return messages.RerankReply(id=request.id or "", model=model, results=ranked)
+
 
 async def ask(client: Client, count: int, bad: int | None = None) -> messages.EmbedReply:
     inputs: list[str | list[int]] = ["bad" if number == bad else str(number) for number in range(count)]
@@ -51,3 +58,15 @@ async def test_an_error_names_the_input_by_its_place_among_all(bad: int) -> None
         await ask(Client(), 3 * AT_ONCE, bad)
     assert refused.value.error.param == f"input[{bad}]"
     assert refused.value.error.message == f"input[{bad}]: is bad"
+
+
+async def test_pairs_are_ranked_in_their_order_and_an_error_names_the_pair() -> None:
+    async def rank(*documents: str) -> list[messages.RerankReply]:
+        requests = [messages.RerankRequest(id=one, query="q", documents=[one]) for one in documents]
+        return await embedding.rank_each(Client(), "m", requests)  # type: ignore[arg-type]
+
+    replies = await rank("3", "1", "2")
+    assert [one.relevance_score for reply in replies for one in reply.results or []] == [3, 1, 2]
+    with pytest.raises(errors.RequestError) as refused:
+        await rank("3", "1", "bad")
+    assert (refused.value.error.param, refused.value.error.message) == ("documents[2]", "documents[2]: is bad")
