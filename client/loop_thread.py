@@ -25,6 +25,9 @@ class LoopThread:
         self._is_started = threading.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_stopping: asyncio.Event | None = None
+        self._giving_work = threading.Lock()
+        self._takes_work = False
+        """Whether what the loop gets now will end before the loop does. Guarded by the lock."""
         self._thread = threading.Thread(target=self._run, name="tokenbus client", daemon=True)
 
     def __repr__(self) -> str:
@@ -45,7 +48,7 @@ class LoopThread:
 
     @property
     def is_running(self) -> bool:
-        return self._thread.is_alive()
+        return self._takes_work and self._thread.is_alive()  # in a process that was forked it is not
 
     def run(self, work: Coroutine[Any, Any, ResultT], timeout_s: float | None = None) -> ResultT:
         """Returns the result of a coroutine. It is cancelled if the caller is interrupted, and after `timeout_s`.
@@ -54,10 +57,11 @@ class LoopThread:
         if os.getpid() != self._pid:
             work.close()
             raise RuntimeError("this client belongs to the process that forked this one: make one in each process")
-        if self._loop is None or not self.is_running:
-            work.close()
-            raise RuntimeError("this client is closed")
-        running = asyncio.run_coroutine_threadsafe(work, self._loop)
+        with self._giving_work:
+            if self._loop is None or not self._takes_work:
+                work.close()
+                raise RuntimeError("this client is closed")
+            running = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return running.result(timeout_s)
         except concurrent.futures.CancelledError:  # the loop has ended
@@ -95,6 +99,12 @@ class LoopThread:
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._is_stopping = asyncio.Event()
+        self._takes_work = True
         self._is_started.set()
-        await self._is_stopping.wait()
-        await self._client.close()
+        try:
+            await self._is_stopping.wait()
+            await self._client.close()
+        finally:
+            with self._giving_work:
+                self._takes_work = False
+            await asyncio.sleep(0)  # what it got last becomes tasks, which are cancelled when it ends
