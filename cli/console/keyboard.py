@@ -16,6 +16,8 @@ from tokenbus.protocol.process import signals
 
 LEAVING = frozenset(b"qQ\x04")
 """The keys that leave a command: q, and Ctrl-D."""
+_ESCAPE = b"\x1b"
+"""Begins what keys without a character send, such as F2, whose sequence has a Q."""
 SIGNALS = (*signals.SIGNALS, signal.SIGHUP)
 
 
@@ -79,5 +81,6 @@ class _Keys:
             pressed = os.read(sys.stdin.fileno(), 1_024)
         except OSError:
             pressed = b""
-        if not pressed or LEAVING & set(pressed):  # nothing is read from a terminal that is gone
+        # nothing is read from a terminal that is gone
+        if not pressed or (LEAVING & set(pressed) and not pressed.startswith(_ESCAPE)):
             self._leave()

@@ -1,0 +1,26 @@
+"""Keys that leave a command which redraws the terminal."""
+
+import os
+import pty
+import sys
+import tty
+
+import pytest
+
+from tokenbus.cli.console import keyboard
+
+
+@pytest.mark.parametrize(
+    ("pressed", "leaves"),
+    [("q", True), ("Q", True), ("\x04", True), ("x", False), ("\x1bOQ", False), ("\x1b[A", False)],
+    ids=["q", "Q", "Ctrl-D", "x", "F2", "up"],
+)
+def test_the_keys_that_leave_do_and_no_others(pressed: str, leaves: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = pty.openpty()
+    tty.setraw(theirs)
+    left: list[bool] = []
+    with os.fdopen(ours, "wb", buffering=0) as hands, os.fdopen(theirs) as terminal:
+        monkeypatch.setattr(sys, "stdin", terminal)
+        hands.write(pressed.encode())
+        keyboard._Keys(lambda: left.append(True))._read()
+    assert left == [True] * leaves
