@@ -152,7 +152,7 @@ async def test_a_broker_that_comes_within_the_given_time_is_found(server: Server
 
 @pytest.mark.parametrize("url", ["nats://127.0.0.1:notaport", "nats://"])
 async def test_an_address_that_is_none_is_told_of(url: str) -> None:
-    with pytest.raises(ConnectionError):
+    with pytest.raises(ValueError, match="must be nats://HOST:PORT"):
         await connect(BusSettings(url=url, connect_timeout_s=0.2), "test")
 
 
