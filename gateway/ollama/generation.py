@@ -183,6 +183,9 @@ def read_generate(asked: OllamaGenerateRequest, head: RequestHead) -> ParsedGene
         return _loading(asked, head, OllamaCompletionEncoder)
     common = asked.common_fields(head.session)
     if asked.raw or asked.suffix:
+        if asked.system:
+            problem = "can't be combined with a plain prompt, which raw and suffix ask for: write it into the prompt"
+            raise errors.invalid_field("system", problem)
         request = wire.GenerateRequest(id=head.id, prompt=asked.prompt, suffix=asked.suffix or None, **common)
         return _parsed(asked, head, OllamaCompletionEncoder, request, _NAME_OF)
     said = [wire.ChatMessage(role="user", content=asked.prompt)]
@@ -381,7 +384,7 @@ def _call(part: AnswerPart) -> OllamaToolCall | None:
     """Returns a complete call; None for one that was cut off."""
     try:
         arguments = msgspec.json.decode(part.text or "{}", type=dict[str, Any])
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return None
     function = CalledFunction(index=part.call_index, name=part.name, arguments=arguments)
     return OllamaToolCall(id=part.call_id, function=function)

@@ -83,6 +83,7 @@ _NAMES = {
 """Ollama's names of the wire's fields."""
 NAMES = {field: f"options.{name}" for field, name in _NAMES.items()} | {
     "response_format": "format",
+    "response_format.json_schema.schema": "format",
     "reasoning": "think",
     "logprobs": "top_logprobs",
 }
@@ -174,7 +175,7 @@ def asks_to_unload(given: float | str | None) -> bool:
 
 def untagged(model: str) -> str:
     """Returns a model's name without the tag `latest`, which Ollama's clients add to names that have none."""
-    return model.removesuffix(_LATEST)
+    return model.removesuffix(_LATEST) or model
 
 
 def _response_format(given: str | dict[str, Any] | None) -> wire.ResponseFormat | None:

@@ -12,6 +12,8 @@ from tokenbus.protocol.shared_answer import SharedAnswer
 from tokenbus.protocol.wire import errors, limits, messages, subjects
 
 _MAX_NAME = 128
+_LAST_S = 253_402_300_799
+"""The last second of the year 9999. Workers may say of themselves that they are born later, which dates can't."""
 
 
 # In the form of OpenAI's API; those of other APIs are made from it.
@@ -86,7 +88,7 @@ class Catalog:
         unserved = None if reply.unserved is UNSET else frozenset(reply.unserved)
         features = {served.model: served.features for served in reply.models}
         return Listing(
-            [model for served in reply.models for model in _models(served)],
+            [model for served in reply.models for model in models_of(served)],
             unserved,
             features,
             {served.model: served.workers or [] for served in reply.models},
@@ -94,12 +96,12 @@ class Catalog:
         )
 
 
-def _models(served: messages.ServedModel) -> list[Model]:
+def models_of(served: messages.ServedModel) -> list[Model]:
     """Returns a model, followed by its names with each of its adapters."""
     born_ms = [subjects.epoch_sort_key(card.epoch)[0] for card in served.workers or []]
     base = Model(
         id=served.model,
-        created=min(born_ms, default=0) // 1_000,
+        created=min(min(born_ms, default=0) // 1_000, _LAST_S),
         root=served.model,
         context_length=served.context_length,
         max_model_len=served.context_length,

@@ -1,5 +1,6 @@
 """Ollama's chat and completions become requests of the wire, and their answers lines of JSON."""
 
+import functools
 import json
 from typing import Any
 
@@ -138,6 +139,8 @@ def test_a_field_of_a_chat_that_is_wrong_or_not_served_is_named(fields: dict[str
         ({"prompt": "a", "context": [1]}, "context"),
         ({"prompt": "a", "width": 64}, "width"),
         ({"prompt": "a", "options": {"stop": [""]}}, "options.stop"),
+        ({"prompt": "a", "raw": True, "system": "b"}, "system"),
+        ({"prompt": "a", "suffix": "c", "system": "b"}, "system"),
     ],
 )
 def test_a_field_of_a_completion_that_is_not_served_is_named(fields: dict[str, Any], param: str) -> None:
@@ -151,6 +154,8 @@ def test_a_format_is_json_or_a_schema() -> None:
     assert made is not None
     assert (made.type, made.json_schema and made.json_schema.schema) == ("json_schema", schema)
     assert request_of(chat(format="")).response_format is None
+    deep: dict[str, Any] = functools.reduce(lambda inner, _: {"items": inner}, range(70), {})
+    assert refusal_of(lambda: chat(format=deep)).param == "format"
 
 
 def test_thinking_is_turned_on_off_or_given_an_effort() -> None:
@@ -195,6 +200,10 @@ def test_past_calls_and_results_become_the_wires() -> None:
     ]
 
 
+def test_a_tag_alone_is_a_name() -> None:
+    assert chat(model=":latest").model == ":latest"
+
+
 def test_a_tag_that_clients_add_is_not_part_of_the_models_name_and_is_repeated() -> None:
     parsed = chat(model="demo:latest")
     assert parsed.model == "demo"
@@ -236,8 +245,9 @@ def test_a_call_is_sent_once_it_is_complete_with_its_arguments_as_an_object() ->
     assert whole(chat(), *pieces, terminal())["message"]["tool_calls"] == wanted
 
 
-def test_a_call_that_was_cut_off_is_left_out() -> None:
-    cut = (chunk(tool_calls=[call_of('{"a"')]), terminal(messages.FinishReason.LENGTH))
+@pytest.mark.parametrize("arguments", ['{"a"', '{"a": ' + "[" * 5_000 + "]" * 5_000 + "}"], ids=["cut", "deep"])
+def test_a_call_that_was_cut_off_or_can_not_be_read_is_left_out(arguments: str) -> None:
+    cut = (chunk(tool_calls=[call_of(arguments)]), terminal(messages.FinishReason.LENGTH))
     (last,) = lines_of(chat(), *cut)
     assert "tool_calls" not in last["message"]
     assert "tool_calls" not in whole(chat(), *cut)["message"]

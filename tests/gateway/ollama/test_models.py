@@ -6,8 +6,9 @@ import msgspec
 import pytest
 
 from tokenbus.gateway.ollama import models as ollama
+from tokenbus.gateway.serving import catalog
 from tokenbus.gateway.serving.catalog import Listing, Model
-from tokenbus.protocol.wire import errors
+from tokenbus.protocol.wire import errors, messages
 from tokenbus.protocol.wire.cards import Card, Pids, WorkerHealth, WorkerState
 
 MODEL = Model(id="chat", created=1_700_000_000, root="demo", context_length=512, max_model_len=512)
@@ -78,6 +79,13 @@ def test_a_model_shows_its_context_and_what_it_can_do() -> None:
     assert shown["capabilities"] == ["completion", "tools", "thinking"]
     assert show("embed").capabilities == ["embedding"]
     assert show("generate", "fim").capabilities == ["completion", "insert"]
+
+
+def test_a_worker_that_is_born_after_all_dates_hides_no_model() -> None:
+    born_late = msgspec.structs.replace(CARD, epoch=f"{10**18}-a")
+    served = messages.ServedModel(model="demo", context_length=512, features=[], workers=[born_late])
+    listed = ollama.list_models(Listing(catalog.models_of(served), None)).models
+    assert [one.modified_at for one in listed] == ["9999-12-31T23:59:59Z"]
 
 
 def test_a_model_is_named_by_either_field_with_or_without_its_tag() -> None:
