@@ -183,6 +183,8 @@ async def _read(receive: Receive, limit_bytes: int, held: HeldBody, expander: _E
                 break  # the rest is not even expanded
             held.add(len(part))
             parts.append(part)
+            if expander is not None:
+                await asyncio.sleep(0)  # a small body may expand to a large one: other requests have turns meanwhile
         if num_bytes > limit_bytes:
             expander = None
         if not message.get("more_body", False):

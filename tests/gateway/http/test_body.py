@@ -71,6 +71,19 @@ async def test_a_compressed_body_may_have_as_many_bytes_as_any_other_and_is_expa
     assert held.counted_bytes <= 2_000_000
 
 
+async def test_others_have_turns_while_a_body_is_expanded() -> None:
+    packed = gzip.compress(bytes(4_000_000))
+    reading = asyncio.create_task(
+        body.read(request_of(packed, encoding="gzip"), 4_000_000, HeldBody(BodyMemory(1 << 30)))
+    )
+    turns = 0
+    while not reading.done():
+        await asyncio.sleep(0)
+        turns += 1
+    assert len(reading.result()) == 4_000_000
+    assert turns >= 60
+
+
 @pytest.mark.parametrize("packed", [b"{}", PACKED[:-1], PACKED + b"x", b""], ids=["plain", "cut", "more", "empty"])
 async def test_what_is_not_compressed_as_it_says_is_refused(packed: bytes) -> None:
     assert await response_to(request_of(packed, encoding="gzip"), 100) == BROKEN_COMPRESSION
