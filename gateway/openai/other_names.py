@@ -249,6 +249,8 @@ _ALIASES = {
     "repeat_last_n": "repetition_last_n",
     "random_seed": "seed",
 }
+_NEWER_NAMES = {"max_tokens": ("max_completion_tokens",)}
+"""OpenAI's own newer names, which not all endpoints have."""
 
 
 def aliases(body: OtherNames) -> tuple[dict[str, Any], dict[str, str]]:
@@ -261,8 +263,9 @@ def aliases(body: OtherNames) -> tuple[dict[str, Any], dict[str, str]]:
         given = getattr(body, name)
         if given is None or (name == "n_predict" and given < 0):  # llama.cpp's -1: no limit
             continue
-        own = getattr(body, field, None)
-        if own not in (None, given):
-            raise errors.invalid_field(name, f"is another name of {field}, which is {own}")
+        for rival in (field, *_NEWER_NAMES.get(field, ())):
+            own = getattr(body, rival, None)
+            if own not in (None, given):
+                raise errors.invalid_field(name, f"is another name of {rival}, which is {own}")
         fields[field], names[field] = given, name
     return fields, names

@@ -139,6 +139,10 @@ class UnservedField(NamedTuple):
     problem: str
     harmless: tuple[object, ...] = (None,)
 
+    def is_harmless(self, value: object) -> bool:
+        """Whether a value changes nothing. false is not 0 here, although Python's are equal."""
+        return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in self.harmless)
+
 
 class UnnamedModelError(Exception):
     """A body names no model, and it has not been said which one it means."""
@@ -216,7 +220,7 @@ class ApiEndpoint(Generic[BodyT]):
         body = self._decoder.decode(payload, codec.Encoding.JSON)
         model = _checked_model(body.model or default_model)
         for name, field in self.unserved.items():
-            if getattr(body, name) not in field.harmless:
+            if not field.is_harmless(getattr(body, name)):
                 raise errors.unsupported_field(name, field.problem)
         session = conversation.session_of(headers)
         return self.read(body, RequestHead(request_id, model, session, earlier or {}, max_record_bytes))

@@ -91,8 +91,15 @@ def test_what_would_change_an_answer_and_is_not_served_is_refused_by_name(
 ) -> None:
     for value in harmless:
         request_of(path, **{name: value})
-    for value in ({"other": 1}, "other", 12.5):
+    numbers = [one for one in harmless if isinstance(one, int) and not isinstance(one, bool)]
+    for value in ({"other": 1}, "other", 12.5, *([bool(one) for one in numbers if one in (0, 1)])):
         assert refusal_of(lambda value=value: request_of(path, **{name: value})).param == name  # type: ignore[misc]
+
+
+def test_the_same_limit_under_two_names_may_not_have_two_values() -> None:
+    path = "/v1/chat/completions"
+    assert request_of(path, n_predict=5, max_completion_tokens=5).max_tokens == 5
+    assert refusal_of(lambda: request_of(path, n_predict=5, max_completion_tokens=6)).param == "n_predict"
 
 
 def test_switches_of_reasoning_become_the_templates_variable() -> None:
