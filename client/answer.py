@@ -149,8 +149,8 @@ class AnswerBuilder:
     def __init__(self) -> None:
         self._texts: list[str] = []
         self._reasoning: list[str] = []
-        self._calls: list[tuple[str, str, list[str]]] = []
-        """The id, name and arguments of each call."""
+        self._calls: dict[int, tuple[str, str, list[str]]] = {}
+        """The id, name and arguments of each call, by its number."""
         self._token_ids: list[int] = []
         self._logprobs: list[messages.TokenLogprob] = []
         self._prompt_logprobs: list[messages.PromptLogprob] = []
@@ -180,9 +180,8 @@ class AnswerBuilder:
         if chunk.reasoning:
             self._reasoning.append(chunk.reasoning)
         for delta in chunk.tool_calls or ():
-            if delta.function.name:
-                self._calls.append((delta.id or "", delta.function.name, []))
-            self._calls[delta.index][2].append(delta.function.arguments)
+            call = self._calls.setdefault(delta.index, (delta.id or "", delta.function.name or "", []))
+            call[2].append(delta.function.arguments)
         self._token_ids += chunk.token_ids or ()
         self._logprobs += chunk.logprobs or ()
         self._prompt_logprobs += chunk.prompt_logprobs or ()
@@ -196,7 +195,9 @@ class AnswerBuilder:
         return Answer(
             text=self.text,
             reasoning="".join(self._reasoning),
-            tool_calls=[ToolCall(id=id, name=name, arguments="".join(parts)) for id, name, parts in self._calls],
+            tool_calls=[
+                ToolCall(id=id, name=name, arguments="".join(parts)) for id, name, parts in self._calls.values()
+            ],
             finish_reason=end.finish_reason if end else finish_reason,
             stopped_by=end.stopped_by or None if end else None,
             usage=self.usage,

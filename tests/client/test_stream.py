@@ -87,6 +87,15 @@ async def test_the_answer_has_what_was_read_before() -> None:
     assert one.line.num_cancels == 0
 
 
+@pytest.mark.parametrize("index", [-1, 1, 1 << 40])
+async def test_a_call_without_a_beginning_ends_no_stream(index: int) -> None:
+    named = messages.ToolCallDelta(index=0, id="c", function=messages.FunctionDelta(name="f"))
+    astray = messages.ToolCallDelta(index=index, function=messages.FunctionDelta(arguments="{}"))
+    reading = Reading(HEAD, chunk(0, tool_calls=[astray, named], finish_reason=FinishReason.TOOL_CALLS, usage=USAGE))
+    answer = await reading.held.answer()
+    assert answer.tool_calls == [ToolCall(id="", name="", arguments="{}"), ToolCall(id="c", name="f")]
+
+
 async def test_tool_calls_are_put_together() -> None:
     first = messages.ToolCallDelta(index=0, id="c", function=messages.FunctionDelta(name="f", arguments='{"a"'))
     more = messages.ToolCallDelta(index=0, arguments_offset=4, function=messages.FunctionDelta(arguments=": 1}"))
