@@ -152,7 +152,7 @@ def parse(parser: Parser, section: str, arguments: Sequence[str]) -> argparse.Na
     Raises UsageError for a mistake on the command line, and ValueError with one line for each mistake elsewhere."""
     # The file's settings become defaults of the real parser, so its path must be known before that parses.
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    finder.add_argument("--config", default=os.environ.get(FILE_VARIABLE, ""))
+    finder.add_argument("--config", nargs="?", default=os.environ.get(FILE_VARIABLE, ""))
     path = finder.parse_known_args(arguments)[0].config
     apply(parser, section, read(Path(path)) if path else {}, path)
     return parser.parse_args(arguments)  # type: ignore[no-any-return]

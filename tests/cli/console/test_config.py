@@ -10,6 +10,7 @@ import pytest
 
 from tokenbus.cli import main
 from tokenbus.cli.console import catalog, config
+from tokenbus.cli.console.flags import UsageError
 
 FILE = """
 [nats]
@@ -45,6 +46,11 @@ def test_a_file_sets_what_no_flag_does(file: Path) -> None:
     router = main.parse(["router", "--config", str(file)])
     assert router.tenant_limit == (8, 600.0, 100_000.0)
     assert router.tenant_limit_for == [("acme", (1, 2.0, 3.0))]
+
+
+def test_a_flag_for_the_file_without_one_is_a_mistake_like_any_other() -> None:
+    with pytest.raises(UsageError, match="^--config needs a value"):
+        main.parse(["router", "--config"])
 
 
 def test_a_list_of_flags_takes_the_place_of_the_file_s(file: Path) -> None:
