@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import secrets
 import sys
 from functools import partial
 from typing import Any
@@ -12,11 +13,11 @@ from tokenbus.cli.console import answers, connection_flags, session
 from tokenbus.cli.console.arguments import NAME, PATH, SECONDS, SWITCH, TEXT, ArgumentType, above, real, text, whole
 from tokenbus.cli.console.flags import FlagGroup, Parser, dest_of
 from tokenbus.cli.console.session import EXIT_INTERRUPTED, decode_utf8, print_error, with_client
+from tokenbus.client.wire import embedding
 from tokenbus.client.wire.chunk_stream import ChunkStream
 from tokenbus.client.wire.wire_client import WireClient
 from tokenbus.protocol.process import signals
 from tokenbus.protocol.wire import codec, limits, messages
-from tokenbus.protocol.wire.checks import pooling
 from tokenbus.protocol.wire.params import DEFAULTS, GenerationParams, ranges_of
 
 _CANCEL_TIMEOUT_S = 2.0
@@ -109,7 +110,12 @@ def add_rerank_flags(parser: Parser) -> None:
 def _add_text_flags(parser: Parser) -> FlagGroup:
     flag = parser.group("request")
     flag.add(session.MODEL)
-    flag("--timeout-ms", above(0, metavar="MS"), "time to wait for the answer", unset=f"{pooling.DEFAULT_TIMEOUT_MS:g}")
+    flag(
+        "--timeout-ms",
+        above(0, metavar="MS"),
+        "time to wait for the answer",
+        unset=f"{limits.DEFAULT_CALL_TIMEOUT_MS:g}",
+    )
     return flag
 
 
@@ -172,13 +178,14 @@ async def _print_messages(stream: ChunkStream) -> messages.Chunk:
 async def _embed(options: argparse.Namespace, client: WireClient) -> int:
     texts = _texts(options)
     request = messages.EmbedRequest(
+        id=secrets.token_urlsafe(16),
         input=[*texts],
         dimensions=options.dimensions,
         normalize=not options.no_normalize,
         timeout_ms=options.timeout_ms,
     )
     model = await session.model_of(options, client, "embed")
-    reply = await client.embed(model, request, timeout_s=_timeout_s(options))
+    reply = await embedding.embed(client, model, request)
     for row in reply.embeddings or []:
         print(msgspec.json.encode(row).decode())
     tokens = reply.usage.prompt_tokens if reply.usage else 0
@@ -191,19 +198,12 @@ async def _rerank(options: argparse.Namespace, client: WireClient) -> int:
     request = messages.RerankRequest(
         query=options.query, documents=texts, top_n=options.top_n, timeout_ms=options.timeout_ms
     )
-    reply = await client.rerank(
-        await session.model_of(options, client, "rerank"), request, timeout_s=_timeout_s(options)
-    )
+    reply = await client.rerank(await session.model_of(options, client, "rerank"), request)
     for result in reply.results or []:
         print(f"{result.relevance_score:.6g}\t{texts[result.index]}")
     tokens = reply.usage.prompt_tokens if reply.usage else 0
     print(f"[{len(texts)} documents of {tokens} tokens]", file=sys.stderr)
     return 0
-
-
-def _timeout_s(options: argparse.Namespace) -> float:
-    """Returns one second more than the request has, so that its own error comes first."""
-    return (options.timeout_ms or pooling.DEFAULT_TIMEOUT_MS) / 1e3 + 1
 
 
 def _texts(options: argparse.Namespace) -> list[str]:

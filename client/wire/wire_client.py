@@ -20,7 +20,7 @@ from tokenbus.protocol.bus import bus
 from tokenbus.protocol.bus import connection as nats
 from tokenbus.protocol.shared_answer import SharedAnswer
 from tokenbus.protocol.telemetry import tracing
-from tokenbus.protocol.wire import codec, errors, messages, subjects
+from tokenbus.protocol.wire import codec, errors, limits, messages, subjects
 from tokenbus.protocol.wire.default_model import default_model
 
 AnswerT = TypeVar("AnswerT", bound=messages.Message)
@@ -33,7 +33,6 @@ ReplyT = TypeVar(
     messages.CacheReply,
 )
 
-_DEFAULT_TIMEOUT_MS = 60_000.0
 _ANSWER_S = 1.0
 _models = codec.Decoder(messages.ModelsReply)
 _embeds = codec.Decoder(messages.EmbedReply)
@@ -68,7 +67,7 @@ class WireClient:
         """The inboxes of all tenants that share the connection; the connection's own comes first."""
 
     def __repr__(self) -> str:
-        return f"<Client of {self._connection!r}, {self.num_streams} streams>"
+        return f"<WireClient of {self._connection!r}, {self.num_streams} streams>"
 
     @property
     def num_streams(self) -> int:
@@ -190,26 +189,20 @@ class WireClient:
         answer = await self._request(self._names.models_for(self._tenant), b"", timeout_s)
         return self._read(_models, answer)
 
-    async def embed(
-        self, model: str, request: messages.EmbedRequest, timeout_s: float | None = None
-    ) -> messages.EmbedReply:
+    async def embed(self, model: str, request: messages.EmbedRequest) -> messages.EmbedReply:
         """Returns the embeddings of a request's inputs. Raises RequestError on failure.
 
-        Waits a little longer than the request's `timeout_ms` unless told otherwise, as the calls below do. They raise
-        ValueError for an invalid model name."""
-        return await self._ask_under_id(self._names.embed(model, self._tenant), request, _embeds, timeout_s)
+        Waits a little longer than the request's `timeout_ms`, as the calls below do. They raise ValueError for an
+        invalid model name."""
+        return await self._ask_under_id(self._names.embed(model, self._tenant), request, _embeds)
 
-    async def rerank(
-        self, model: str, request: messages.RerankRequest, timeout_s: float | None = None
-    ) -> messages.RerankReply:
+    async def rerank(self, model: str, request: messages.RerankRequest) -> messages.RerankReply:
         """Returns a request's documents ordered by relevance. Raises RequestError on failure."""
-        return await self._ask_under_id(self._names.rerank(model, self._tenant), request, _reranks, timeout_s)
+        return await self._ask_under_id(self._names.rerank(model, self._tenant), request, _reranks)
 
-    async def tokenize(
-        self, model: str, request: messages.TokenizeRequest, timeout_s: float | None = None
-    ) -> messages.TokenizeReply:
+    async def tokenize(self, model: str, request: messages.TokenizeRequest) -> messages.TokenizeReply:
         """Returns the tokens of a prompt, or only their number. Raises RequestError on failure."""
-        timeout_s = timeout_s or _timeout_s(request.timeout_ms)
+        timeout_s = _timeout_s(request.timeout_ms)
         return await self._ask_once(self._names.tokenize(model, self._tenant), request, _tokenizes, timeout_s)
 
     async def keep_session(self, model: str, session_id: str, ttl_s: float = 300.0) -> None:
@@ -227,11 +220,9 @@ class WireClient:
         request = messages.CacheRequest(session_id=session_id, cache_control=control)
         await self._ask_once(self._names.cache(model, self._tenant), request, _caches, _ANSWER_S)
 
-    async def detokenize(
-        self, model: str, request: messages.DetokenizeRequest, timeout_s: float | None = None
-    ) -> messages.DetokenizeReply:
+    async def detokenize(self, model: str, request: messages.DetokenizeRequest) -> messages.DetokenizeReply:
         """Returns the text of tokens. Raises RequestError on failure."""
-        timeout_s = timeout_s or _timeout_s(request.timeout_ms)
+        timeout_s = _timeout_s(request.timeout_ms)
         return await self._ask_once(self._names.detokenize(model, self._tenant), request, _detokenizes, timeout_s)
 
     async def _ask_under_id(
@@ -239,13 +230,12 @@ class WireClient:
         subject: str,
         request: messages.EmbedRequest | messages.RerankRequest,
         decoder: codec.Decoder[ReplyT],
-        timeout_s: float | None,
     ) -> ReplyT:
         """Asks for what takes long: the request is cancelled if the caller is."""
         request_id = request.id or secrets.token_urlsafe(16)
         request = codec.replace(request, id=request_id)
         try:
-            return await self._ask_once(subject, request, decoder, timeout_s or _timeout_s(request.timeout_ms))
+            return await self._ask_once(subject, request, decoder, _timeout_s(request.timeout_ms))
         except asyncio.CancelledError:
             with contextlib.suppress(bus.OutboundBufferLimitError, ConnectionError):
                 self._connection.publish(self._names.cancel(request_id, self._tenant), b"")
@@ -324,4 +314,4 @@ class WireClient:
 
 def _timeout_s(timeout_ms: float | None) -> float:
     """Returns the time after which a router that has not answered must be gone."""
-    return (_DEFAULT_TIMEOUT_MS if timeout_ms is None else timeout_ms) / 1e3 + _ANSWER_S
+    return (limits.DEFAULT_CALL_TIMEOUT_MS if timeout_ms is None else timeout_ms) / 1e3 + _ANSWER_S

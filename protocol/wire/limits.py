@@ -7,6 +7,8 @@ MAX_EMBED_INPUTS = 2_048
 """Inputs of one embed request."""
 MAX_RERANK_DOCUMENTS = 1_000
 """Documents of one rerank request."""
+DEFAULT_CALL_TIMEOUT_MS = 60_000.0
+"""The `timeout_ms` of requests that generate nothing, such as those for embeddings and tokens."""
 MAX_STOP_STRINGS = 16
 MAX_STOP_BYTES = 1_024
 MAX_STOP_TOKEN_IDS = 128

@@ -8,8 +8,6 @@ from tokenbus.protocol.wire import internal, limits, messages
 from tokenbus.protocol.wire.checks.validation import check_id, check_ranges
 from tokenbus.protocol.wire.errors import invalid_field
 
-DEFAULT_TIMEOUT_MS = 60_000.0
-
 
 def check_embed_request(request: messages.EmbedRequest) -> internal.Embed:
     """Returns the message for a worker. Raises RequestError for the first field that is not allowed."""
@@ -19,7 +17,7 @@ def check_embed_request(request: messages.EmbedRequest) -> internal.Embed:
         inputs=[request.input] if isinstance(request.input, str) else request.input or [],
         dimensions=request.dimensions,
         normalize=request.normalize is not False,
-        remaining_ms=request.timeout_ms or DEFAULT_TIMEOUT_MS,
+        remaining_ms=request.timeout_ms or limits.DEFAULT_CALL_TIMEOUT_MS,
     )
     check_embed(work)
     return work
@@ -46,7 +44,7 @@ def check_rerank_request(request: messages.RerankRequest) -> internal.Rerank:
     work = internal.Rerank(
         query=request.query or "",
         documents=request.documents or [],
-        remaining_ms=request.timeout_ms or DEFAULT_TIMEOUT_MS,
+        remaining_ms=request.timeout_ms or limits.DEFAULT_CALL_TIMEOUT_MS,
     )
     check_rerank(work)
     return work

@@ -16,7 +16,7 @@ from tokenbus.protocol import tasks
 from tokenbus.protocol.bus.bus import PayloadTooLargeError
 from tokenbus.protocol.bus.reply_sender import ReplySender
 from tokenbus.protocol.telemetry import tracing
-from tokenbus.protocol.wire import codec, errors, messages, subjects
+from tokenbus.protocol.wire import codec, errors, limits, messages, subjects
 
 MAX_OPEN = 1_024
 """Maximum number of calls of one kind in one router, except those that are bounded by their memory."""
@@ -25,7 +25,6 @@ MAX_OPEN_BYTES = 64 * 1024 * 1024
 MAX_TENANT_BYTES = MAX_OPEN_BYTES // 4
 CALL_BYTES = 16 * 1024
 """The cost of a call in addition to the bytes of its message."""
-DEFAULT_TIMEOUT_MS = 60_000.0
 
 Body = (
     messages.EmbedRequest
@@ -66,7 +65,7 @@ class Call(Generic[BodyT, WorkT]):
 
     def remaining_s(self, timeout_ms: float | None) -> float:
         """Seconds until the call's deadline; less than 0 once it has passed."""
-        return self.received_at + (timeout_ms or DEFAULT_TIMEOUT_MS) / 1e3 - time.monotonic()
+        return self.received_at + (timeout_ms or limits.DEFAULT_CALL_TIMEOUT_MS) / 1e3 - time.monotonic()
 
 
 class CallKind(ABC, Generic[BodyT, WorkT]):

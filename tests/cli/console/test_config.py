@@ -49,7 +49,7 @@ def test_a_file_sets_what_no_flag_does(file: Path) -> None:
 
 
 def test_a_flag_for_the_file_without_one_is_a_mistake_like_any_other() -> None:
-    with pytest.raises(UsageError, match="^--config needs a value"):
+    with pytest.raises(UsageError, match=r"^--config needs a value"):
         main.parse(["router", "--config"])
 
 
