@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import contextlib
+import sys
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -34,7 +35,7 @@ _WIDTH = 120
 def add_flags(parser: Parser) -> None:
     flag = parser.group("display")
     flag("--interval-s", arguments.INTERVAL, "time between two updates", 1.0)
-    flag("--once", arguments.SWITCH, "print one table and exit")
+    flag("--once", arguments.SWITCH, "print one table and exit, as without a terminal")
     flag("--json", arguments.SWITCH, "print the workers as JSON and exit")
     connection_flags.add_flags(parser)
     parser.set_defaults(run=lambda options: with_client(options, partial(_top, options)))
@@ -298,7 +299,7 @@ def _adapters_by_model(rows: list[Row]) -> dict[str, list[str]]:
 
 async def _top(options: argparse.Namespace, client: WireClient) -> int:
     rates = FleetRates()
-    if options.once or options.json:
+    if options.once or options.json or not _is_screen():
         rows_of(await client.models(), rates, time.monotonic())  # rates need two readings
         await asyncio.sleep(options.interval_s)
         return _show_once(await client.models(), rates, as_json=options.json)
@@ -307,6 +308,11 @@ async def _top(options: argparse.Namespace, client: WireClient) -> int:
     with keyboard.watched(live, left.set), contextlib.suppress(signals.StoppedError):
         await signals.unless_stopped(left, _watch(client, rates, live, options.interval_s))
     return 0
+
+
+def _is_screen() -> bool:
+    """Whether standard output shows a table that is drawn again and again. In a pipe or a file it would not appear."""
+    return sys.stdout.isatty() and not Console().is_dumb_terminal
 
 
 async def _watch(client: WireClient, rates: FleetRates, live: Live, interval_s: float) -> None:

@@ -1,10 +1,16 @@
 """Rates and tables of `tokenbus top`."""
 
+import argparse
+import asyncio
+from typing import cast
+
 import pytest
 from rich.console import Console
 
 from tests.router.builders import card
+from tokenbus.cli.commands import top
 from tokenbus.cli.commands.top import Rates, Row, adapters_of, duration_text, health_text, make_table
+from tokenbus.client.wire.wire_client import WireClient
 from tokenbus.protocol.wire import codec, messages
 
 
@@ -182,3 +188,14 @@ def test_the_list_of_models_names_adapters_as_requests_do_and_who_lacks_them() -
     assert list(adapters_of(served)) == ["demo:style (not at worker-2)", "demo:tone (not at worker-1, worker-2)"]
     alone = messages.ServedModel(model="demo", context_length=512, features=[], adapters=["style"])
     assert list(adapters_of(alone)) == ["demo:style"]
+
+
+async def test_without_a_terminal_one_table_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    class Fleet:
+        async def models(self, timeout_s: float = 5.0) -> messages.ModelsReply:
+            served = messages.ServedModel(model="demo", context_length=512, features=[], workers=[card("ada")])
+            return messages.ModelsReply(models=[served], limits=messages.ServerLimits(max_request_bytes=1))
+
+    options = argparse.Namespace(once=False, json=False, interval_s=0.0)
+    assert await asyncio.wait_for(top._top(options, cast("WireClient", Fleet())), 5.0) == 0
+    assert "ada" in capsys.readouterr().out
