@@ -212,12 +212,12 @@ class LocalSystem:
 
     async def _serve(self) -> None:
         # before anything is started: the ports may be taken
+        if not self._options.nats:
+            nats_server.check_port(self._options.port)
         if not self._options.no_gateway:
             self._gateway_socket = listen_on(self._settings.host, self._settings.port, self._out.write)
             if self._settings.is_open and not listen.is_loopback(self._gateway_socket):
                 self._out.write(f"everyone who reaches {self._settings.host} may use the HTTP API: see {keys.VARIABLE}")
-        if not self._options.nats:
-            nats_server.check_port(self._options.port)
         self._out.write(f"starting; logs: {self._logs.folder}")
         if self._logs.problem:
             self._out.write(f"they will be lost there, since they can't be kept: {self._logs.problem}")
