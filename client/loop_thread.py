@@ -66,6 +66,11 @@ class LoopThread:
             return running.result(timeout_s)
         except concurrent.futures.CancelledError:  # the loop has ended
             raise errors.cancelled("the client was closed") from None
+        except TimeoutError:
+            if running.done():  # it is the request's own
+                raise
+            running.cancel()
+            raise TimeoutError(f"the answer was not complete within {timeout_s:g} s: it is cancelled") from None
         except BaseException:  # Ctrl-C too
             running.cancel()
             raise

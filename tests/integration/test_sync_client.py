@@ -53,7 +53,7 @@ async def test_a_stream_that_is_left_ends(client: SyncClient, bare: RawClient) -
                 break
         with client.generate("demo", **ENDLESS) as stream:  # type: ignore[arg-type]
             next(stream)
-        with pytest.raises(TimeoutError):
+        with pytest.raises(TimeoutError, match=r"within 0\.1 s"):
             client.generate("demo", **ENDLESS).text(timeout_s=0.1)  # type: ignore[arg-type]
         stream = client.generate("demo", **ENDLESS)  # type: ignore[arg-type]
         next(stream)
