@@ -32,7 +32,7 @@ def main() -> None:
         status = _EXIT_BROKEN_PIPE
     except OSError as error:  # a broker that can't be reached, a file, or a full disk below standard output
         status = 1
-        where = error.filename or ("" if isinstance(error, ConnectionError) else "the output can not be written")
+        where = error.filename or ("" if isinstance(error, ConnectionError) else "the output can't be written")
         _print_error(": ".join(filter(None, ("tokenbus", where, error.strerror or str(error)))))
     try:
         if sys.stdout is not None:

@@ -189,7 +189,7 @@ async def _embed(options: argparse.Namespace, client: WireClient) -> int:
     for row in reply.embeddings or []:
         print(msgspec.json.encode(row).decode())
     tokens = reply.usage.prompt_tokens if reply.usage else 0
-    print(f"[{len(texts)} embeddings of {tokens} tokens]", file=sys.stderr)
+    print(f"[{_counted(len(texts), 'embedding')} of {_counted(tokens, 'token')}]", file=sys.stderr)
     return 0
 
 
@@ -202,8 +202,12 @@ async def _rerank(options: argparse.Namespace, client: WireClient) -> int:
     for result in reply.results or []:
         print(f"{result.relevance_score:.6g}\t{texts[result.index]}")
     tokens = reply.usage.prompt_tokens if reply.usage else 0
-    print(f"[{len(texts)} documents of {tokens} tokens]", file=sys.stderr)
+    print(f"[{_counted(len(texts), 'document')} of {_counted(tokens, 'token')}]", file=sys.stderr)
     return 0
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def _texts(options: argparse.Namespace) -> list[str]:

@@ -235,7 +235,7 @@ def _check_address(url: str) -> None:
     except ValueError:  # of a port that is no number, or above 65,535
         is_valid = False
     if not is_valid:
-        raise ValueError(f"--nats must be nats://HOST:PORT or tls://HOST:PORT, got {url}")
+        raise ValueError(f"a broker's URL must be nats://HOST:PORT or tls://HOST:PORT, got {url}")
 
 
 def redact_url(url: str) -> str:

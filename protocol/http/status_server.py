@@ -69,7 +69,7 @@ def bind(host: str, ports: range) -> socket.socket:
         try:
             return socket.create_server((host, port), family=family)
         except OSError as error:
-            reason = error.strerror or str(error)
+            reason = (error.strerror or str(error)).partition(" (while")[0]  # create_server adds the address
     shown = str(ports[0]) if len(ports) == 1 else f"{ports[0]}-{ports[-1]}"
     raise ValueError(f"--metrics-port {shown} on {host}: {reason}; choose another port")
 

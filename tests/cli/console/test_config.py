@@ -220,7 +220,7 @@ def test_a_full_disk_is_one_line_and_a_status(command: tuple[str, ...]) -> None:
     with open("/dev/full", "w") as full:
         words = [sys.executable, "-m", "tokenbus.cli.start", *command]
         done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
-    said = "tokenbus: the output can not be written: No space left on device\n"
+    said = "tokenbus: the output can't be written: No space left on device\n"
     assert (done.returncode, done.stderr) == (1, said)
 
 
