@@ -168,6 +168,7 @@ SUITES = {
     "canitoolcall": Suite("`canitoolcall probe`", _probe),
     "schemathesis": Suite("schemathesis, by the OpenAPI document", _schemathesis),
     "openai-client": Suite("`openai` (Python)", _script("openai_client.py", "sdks")),
+    "open-responses": Suite("Open Responses, by its specification", _script("open_responses.py", "sdks")),
     "anthropic-client": Suite("`anthropic` (Python)", _script("anthropic_client.py", "sdks")),
     "ollama-client": Suite("`ollama` (Python)", _script("ollama_client.py", "sdks")),
     "ollama-js": Suite("`ollama` (JavaScript)", _script("ollama_client.mjs"), needs_node=True),

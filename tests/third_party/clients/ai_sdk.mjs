@@ -65,6 +65,9 @@ await run({
   async "responses, tools round trip"() {
     await carryOut(openai.responses("scripted"), { openai: { store: false } });
   },
+  async "responses, tools round trip by references to stored items"() {
+    await carryOut(openai.responses("scripted"));
+  },
   async "messages, tools round trip"() {
     await carryOut(anthropic("scripted"));
   },
