@@ -106,6 +106,8 @@ class _PipedLines:
 async def _chat(options: argparse.Namespace, client: WireClient) -> int:
     """Chats until the input ends; returns the exit status of the last answer."""
     model = await session.model_of(options, client, "generate")
+    if options.model is not None:
+        await _check_served(client, model)
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
         return await _converse(options, client, model, _PipedLines())
     from tokenbus.cli.console.line_editor import LineEditor  # takes a while to import
@@ -124,6 +126,13 @@ async def _chat(options: argparse.Namespace, client: WireClient) -> int:
     if editor.problem:
         _say(f"these messages are not kept for the next chat: {editor.problem}")
     return status
+
+
+async def _check_served(client: WireClient, model: str) -> None:
+    """Raises RequestError for a model that is not being served, before anything is typed for it."""
+    served = {one.model for one in (await client.models()).models}
+    if not served & {model, model.rpartition(":")[0]}:  # an adapter follows the name of its model
+        raise errors.request_error(errors.Code.NO_WORKER, f"nothing serves {model!r} now")
 
 
 async def _converse(options: argparse.Namespace, client: WireClient, model: str, source: _Input) -> int:
