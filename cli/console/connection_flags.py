@@ -58,13 +58,6 @@ def settings_of(options: argparse.Namespace, connect_timeout_s: float = 10.0) ->
     return settings
 
 
-def settings_from_environment(url: str) -> nats.BusSettings:
-    """Returns the settings of a child process that is given this URL and inherits our variables. Raises ValueError."""
-    bus = nats.BusSettings(url, environment.inbox_prefix(), environment.credentials(), environment.tls())
-    bus.check()
-    return bus
-
-
 def anonymous_flags() -> list[str]:
-    """Returns flags that make a process connect without credentials, whatever its environment says."""
+    """Returns flags that make a process connect without credentials, regardless of its environment."""
     return [f"{option}=" for option in ("--nats-user", *(option for option, _ in _FILES))]

@@ -36,7 +36,6 @@ TEXT = FieldType("a string", lambda value: isinstance(value, str))
 NAME = FieldType("a non-empty string", lambda value: isinstance(value, str) and value != "")
 FLAG = FieldType("a boolean", lambda value: isinstance(value, bool))
 BYTES = FieldType("bytes", lambda value: isinstance(value, bytes))
-LIST = FieldType("a list", lambda value: isinstance(value, list))
 MAP = FieldType("a map", lambda value: isinstance(value, dict))
 
 

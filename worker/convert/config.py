@@ -10,7 +10,6 @@ from tokenbus.worker.files import model_config
 
 CONVERTER = "llama.cpp's convert_hf_to_gguf.py"
 _SCALINGS = ("default", "linear", "yarn", "llama3")
-Positive = msgspec.Meta(gt=0)
 
 
 class Rope(msgspec.Struct, frozen=True):
