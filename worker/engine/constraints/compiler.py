@@ -14,7 +14,7 @@ from tokenbus.worker.engine.constraints.matcher import Matcher
 
 _MAX_ENCODED_BYTES = 256
 """Only the first token of a forced text is taken, and the rest is requested again: so the end of a long text is
-useless, and a 60 KB constant would be tokenized anew for each of its tokens."""
+useless, and a 60 KB constant would be tokenized again for each of its tokens."""
 Encode = Callable[[str], list[int]]
 _MAX_CACHED = 64
 _MAX_CACHED_BYTES = 64 << 20

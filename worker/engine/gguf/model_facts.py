@@ -17,7 +17,7 @@ from tokenbus.worker.files.layouts import GgufLayout
 IDLE_LANES = 48
 """Lanes for the ends of cached prefixes."""
 OTHER_ROWS = 64
-"""Rows of logits in a pass besides those of running sequences: for the log probabilities of prompts, of which so many
+"""Rows of logits in a pass besides those of running sequences: for the log probabilities of prompts, of which this many
 tokens are computed at a time. llama.cpp's attention on CPUs needs that many to be fast, and wants a row for each of its
 sequences, of which there are fewer."""
 EMBEDDED_INPUTS = 16
