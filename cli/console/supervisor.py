@@ -122,8 +122,12 @@ class SupervisedProcess:
         with self._log_path.open("rb") as log:
             size = self._log_path.stat().st_size
             start = self._log_start if self._log_start <= size else 0  # it has been shortened since
-            log.seek(max(start, size - _MAX_LAST_WORDS))
-            lines = log.read().decode(errors="replace").strip().splitlines()
+            begin = max(start, size - _MAX_LAST_WORDS)
+            log.seek(begin)
+            text = log.read().decode(errors="replace")
+        if begin > start:
+            text = text.partition("\n")[2]  # it began within a line
+        lines = text.strip().splitlines()
         for_people = [line.removeprefix(_MESSAGE_PREFIX) for line in lines if line.startswith(_MESSAGE_PREFIX)]
         unstructured = [line for line in lines if not line.startswith("{")]
         return (for_people or unstructured or [""])[-1]

@@ -30,7 +30,7 @@ async def test_a_killed_process_is_reported_by_its_signal_and_its_log_but_no_log
     async with asyncio.timeout(60):
         while process.pid is None:
             await asyncio.sleep(0.01)
-        log.write_text('{"event": "request_started", "level": "info"}\n')
+        log.write_text('{"event": "request_started", "level": "info"}\n' * 2_000)
         process.kill()
         assert await reports.get() == f"worker was killed by SIGKILL (see {log}); restarting in 0.2 s"
     running.cancel()
