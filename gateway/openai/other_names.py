@@ -10,7 +10,7 @@ import msgspec
 
 from tokenbus.gateway.openai.fields import CommonFields
 from tokenbus.gateway.serving.dialect import UnservedField
-from tokenbus.protocol.wire import errors
+from tokenbus.protocol.wire import errors, limits
 from tokenbus.protocol.wire import messages as wire
 
 
@@ -263,6 +263,8 @@ def aliases(body: OtherNames) -> tuple[dict[str, Any], dict[str, str]]:
         given = getattr(body, name)
         if given is None or (name == "n_predict" and given < 0):  # llama.cpp's -1: no limit
             continue
+        if name == "repeat_last_n" and given < 0:  # llama.cpp's -1: the whole context
+            given = limits.MAX_TOKENS
         for rival in (field, *_NEWER_NAMES.get(field, ())):
             own = getattr(body, rival, None)
             if own not in (None, given):

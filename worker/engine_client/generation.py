@@ -23,7 +23,7 @@ from tokenbus.worker.engine_client.detokenizer import Detokenizer
 
 
 class AnswerReader:
-    """Reads one answer."""
+    """Separates the reasoning and the tool calls of one answer from its text."""
 
     def __init__(self, rules: ChatRules, request: engine_request.EngineRequest) -> None:
         parsing = request.parsing

@@ -8,7 +8,7 @@ import pytest
 from tests.support.refusals import refusal_of
 from tokenbus.gateway.openai import chat, completions
 from tokenbus.gateway.serving.dialect import ApiEndpoint
-from tokenbus.protocol.wire import messages
+from tokenbus.protocol.wire import limits, messages
 
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "hello"}]},
@@ -37,6 +37,7 @@ SERVED: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"n_predict": 5}, {"max_tokens": 5}),
     ({"repeat_penalty": 1.5}, {"repetition_penalty": 1.5}),
     ({"repeat_last_n": 7}, {"repetition_last_n": 7}),
+    ({"repeat_last_n": -1}, {"repetition_last_n": limits.MAX_TOKENS}),
     ({"random_seed": 3}, {"seed": 3}),
     ({"random_seed": 3, "seed": 3}, {"seed": 3}),
     ({"stream": True, "return_progress": True}, {"return_progress": True}),
