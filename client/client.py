@@ -149,6 +149,7 @@ class Client:
             count=reply.count or 0,
             token_ids=reply.token_ids or [],
             context_length=reply.context_length or None,
+            tokenizer=reply.tokenizer or None,
         )
 
     async def detokenize(self, model: str | None = None, **fields: Unpack[DetokenizeFields]) -> str:

@@ -49,3 +49,5 @@ class PromptTokens(msgspec.Struct, frozen=True, kw_only=True):
     """Their ids, unless only the count was asked for."""
     context_length: int | None = None
     """The most tokens that a prompt and its answer may have together."""
+    tokenizer: messages.TokenizerInfo | None = None
+    """What the model's files say of its prompts, with `return_tokenizer`."""

@@ -30,6 +30,7 @@ OPENAI = Dialect(
         rerank.SCORE,
         vllm.TOKENIZE,
         vllm.DETOKENIZE,
+        vllm.TOKENIZER_INFO,
     ),
     resources=models.RESOURCES,
     records=stored.RESOURCES,

@@ -73,7 +73,7 @@ def document(version: str) -> Json:
     paths: Json = {path: {"get": _probe(*one, refs)} for path, one in _PROBES.items()}
     for dialect in DIALECTS:
         for endpoint in dialect.endpoints:
-            paths[endpoint.path] = {"post": _operation(endpoint, dialect, refs)}
+            paths.setdefault(endpoint.path, {})[endpoint.method.lower()] = _operation(endpoint, dialect, refs)
     for resource, dialect in resources:
         paths[resource.path] = {"post" if resource.body else "get": _resource(resource, dialect, refs)}
     for dialect in DIALECTS:
@@ -101,11 +101,13 @@ def _operation(one: ApiEndpoint[Any], dialect: Dialect, refs: Mapping[type, Json
     answer = _described("The answer", refs[one.response])
     if one.event is not None:
         answer["content"][one.event_type] = {"schema": {"type": "string", "contentSchema": refs[one.event]}}
-    return {
-        "summary": one.summary,
-        "requestBody": {"required": True, "content": _in_json(refs[one.body])},
-        "responses": {"200": answer, "default": _error(dialect, refs)},
-    }
+    told: Json = {"summary": one.summary, "responses": {"200": answer, "default": _error(dialect, refs)}}
+    if one.method == "GET":
+        names = [field.encode_name for field in msgspec.structs.fields(one.body)]
+        told["parameters"] = [{"name": name, "in": "query", "schema": {"type": "string"}} for name in names]
+    else:
+        told["requestBody"] = {"required": True, "content": _in_json(refs[one.body])}
+    return told
 
 
 def _resource(one: Resource, dialect: Dialect, refs: Mapping[type, Json]) -> Json:

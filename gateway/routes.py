@@ -141,7 +141,7 @@ def make_app(services: Services, routes: Routes, allowed_origins: Sequence[str])
     app = Starlette(
         routes=[
             *(
-                Route(path + slash, EndpointApp(services, endpoint, dialect.errors), methods=["POST"])
+                Route(path + slash, EndpointApp(services, endpoint, dialect.errors), methods=[endpoint.method])
                 for dialect in DIALECTS
                 for endpoint in dialect.endpoints
                 for path in dialect.paths_of(endpoint.path)

@@ -1,14 +1,18 @@
-"""vLLM's `/tokenize` and `/detokenize`: turns their bodies into wire requests, and replies into responses."""
+"""vLLM's `/tokenize`, `/detokenize` and `/tokenizer_info`, with llama-server's fields of the first: turns their bodies
+into wire requests, and replies into responses."""
 
-from typing import Any
+import functools
+from typing import Any, NamedTuple
 
 import msgspec
+from msgspec import UNSET
 
 from tokenbus.client.wire.wire_client import WireClient
 from tokenbus.gateway.http import http_errors
 from tokenbus.gateway.openai.chat import OpenAIChatMessage
 from tokenbus.gateway.serving import conversation
 from tokenbus.gateway.serving.dialect import ApiEndpoint, ParsedCall, RequestHead, UnservedField
+from tokenbus.protocol.wire import errors
 from tokenbus.protocol.wire import messages as wire
 from tokenbus.protocol.wire.checks import validation
 
@@ -26,10 +30,24 @@ class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
     only_count: bool | None = None
     """Not vLLM's: leaves `tokens` empty."""
     return_token_strs: bool | None = None
-    """This field and those below are refused if they ask for anything that is not served."""
     add_generation_prompt: bool | None = None
+    """Whether a conversation ends with the beginning of an answer. true if absent."""
+    content: str | None = None
+    """llama-server's `prompt`, to which BOS is added only with `add_special`."""
+    add_special: bool | None = None
+    with_pieces: bool | None = None
+    """llama-server's: each token is an object with its `id` and its `piece`."""
     continue_final_message: bool | None = None
+    """This field and the one below are refused if they ask for anything that is not served."""
     chat_template: str | None = None
+
+
+class PieceOfPrompt(msgspec.Struct, frozen=True, kw_only=True):
+    """A token in llama-server's form."""
+
+    id: int
+    piece: str | list[int]
+    """Its text, or its bytes if these are no whole characters."""
 
 
 class TokenizeResponse(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,8 +56,28 @@ class TokenizeResponse(msgspec.Struct, frozen=True, kw_only=True):
     count: int
     max_model_len: int
     """The maximum number of tokens of a prompt and its completion together."""
-    tokens: list[int]
-    token_strs: None = None
+    tokens: list[int | PieceOfPrompt]
+    token_strs: list[str] | None = None
+    """The text of each token, if requested."""
+
+
+class TokenizerInfoBody(msgspec.Struct, frozen=True, kw_only=True):
+    """The query of a request for the tokenizer's properties."""
+
+    model: str | None = None
+
+
+class TokenizerInfoResponse(msgspec.Struct, frozen=True, kw_only=True):
+    """The properties of a model's tokenizer."""
+
+    tokenizer_class: str = "tokenbus"
+    vocab_size: int
+    bos_token: str | None
+    eos_token: str | None
+    add_bos_token: bool
+    chat_template: str | None
+    model_max_length: int
+    """The maximum number of tokens of a prompt and its completion together."""
 
 
 class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,26 +93,64 @@ class DetokenizeResponse(msgspec.Struct, frozen=True, kw_only=True):
     prompt: str
 
 
-def read_tokenize(asked: TokenizeBody, head: RequestHead) -> ParsedCall[wire.TokenizeRequest, wire.TokenizeReply]:
+class TokenizedPrompt(NamedTuple):
+    """The tokens of a prompt, and each by itself if that was asked for."""
+
+    reply: wire.TokenizeReply
+    pieces: list[wire.TokenPiece] = []
+
+
+def read_tokenize(asked: TokenizeBody, head: RequestHead) -> ParsedCall[wire.TokenizeRequest, TokenizedPrompt]:
     """Validates a body as a router would. Raises RequestError with vLLM's name for the field at fault."""
     said = None
     if asked.messages is not None:
         said = conversation.normalized([one.to_wire() for one in asked.messages])
+    prompt, adds_bos, variables = asked.prompt, asked.add_special_tokens, asked.chat_template_kwargs
+    if asked.content is not None:
+        if prompt is not None:
+            raise errors.invalid_field("content", "is another name of prompt: give one of them")
+        prompt, adds_bos = asked.content, bool(asked.add_special)
+    if asked.add_generation_prompt is not None and said is not None:
+        variables = (variables or {}) | {"add_generation_prompt": asked.add_generation_prompt}
     request = wire.TokenizeRequest(
         id=head.id,
-        prompt=asked.prompt,
+        prompt=prompt,
         messages=said,
         tools=asked.tools,
-        chat_template_kwargs=asked.chat_template_kwargs,
-        add_special_tokens=asked.add_special_tokens,
+        chat_template_kwargs=variables,
+        add_special_tokens=adds_bos,
         only_count=asked.only_count,
     )
     name_of = conversation.given_names({}, num_joined=len(asked.messages or []) - len(said or []))
     with http_errors.renaming(name_of):
         validation.check_tokenize_request(request)
     return ParsedCall(
-        model=head.model, request=request, send=WireClient.tokenize, encode=_encode_tokens, name_of=name_of
+        model=head.model,
+        request=request,
+        send=_tokenize_with_pieces if asked.return_token_strs or asked.with_pieces else _tokenize,
+        encode=functools.partial(_encode_tokens, asked),
+        name_of=name_of,
     )
+
+
+async def _tokenize(client: WireClient, model: str, request: wire.TokenizeRequest) -> TokenizedPrompt:
+    return TokenizedPrompt(await client.tokenize(model, request))
+
+
+async def _tokenize_with_pieces(client: WireClient, model: str, request: wire.TokenizeRequest) -> TokenizedPrompt:
+    reply = await client.tokenize(model, request)
+    if not reply.token_ids:
+        return TokenizedPrompt(reply)
+    asked = wire.DetokenizeRequest(token_ids=reply.token_ids, return_pieces=True, timeout_ms=request.timeout_ms)
+    return TokenizedPrompt(reply, (await client.detokenize(model, asked)).pieces or [])
+
+
+def read_tokenizer_info(
+    asked: TokenizerInfoBody, head: RequestHead
+) -> ParsedCall[wire.TokenizeRequest, wire.TokenizeReply]:
+    """Returns the call for the properties of the tokenizer of the model that the query names."""
+    request = wire.TokenizeRequest(id=head.id, prompt="", only_count=True, return_tokenizer=True)
+    return ParsedCall(model=head.model, request=request, send=WireClient.tokenize, encode=_encode_info)
 
 
 def read_detokenize(
@@ -98,11 +174,18 @@ TOKENIZE = ApiEndpoint(
     read=read_tokenize,
     response=TokenizeResponse,
     unserved={
-        "return_token_strs": UnservedField("only False is served", (None, False)),
-        "add_generation_prompt": UnservedField("only True is served", (None, True)),
         "continue_final_message": UnservedField("only False is served", (None, False)),
         "chat_template": UnservedField("only the model's own is served"),
     },
+)
+TOKENIZER_INFO = ApiEndpoint(
+    path="/tokenizer_info",
+    method="GET",
+    feature="",
+    summary="The properties of a tokenizer",
+    body=TokenizerInfoBody,
+    read=read_tokenizer_info,
+    response=TokenizerInfoResponse,
 )
 DETOKENIZE = ApiEndpoint(
     path="/detokenize",
@@ -116,9 +199,43 @@ DETOKENIZE = ApiEndpoint(
 )
 
 
-def _encode_tokens(reply: wire.TokenizeReply) -> bytes:
+def _encode_tokens(asked: TokenizeBody, tokens: TokenizedPrompt) -> bytes:
+    reply, pieces = tokens
+    token_ids = reply.token_ids or []
+    shown: list[int | PieceOfPrompt] = [*token_ids]
+    if asked.with_pieces:
+        shown = [
+            PieceOfPrompt(id=token_id, piece=_piece_of(one)) for token_id, one in zip(token_ids, pieces, strict=True)
+        ]
     return msgspec.json.encode(
-        TokenizeResponse(count=reply.count or 0, max_model_len=reply.context_length or 0, tokens=reply.token_ids or [])
+        TokenizeResponse(
+            count=reply.count or 0,
+            max_model_len=reply.context_length or 0,
+            tokens=shown,
+            token_strs=[one.text for one in pieces] if asked.return_token_strs else None,
+        )
+    )
+
+
+def _piece_of(token: wire.TokenPiece) -> str | list[int]:
+    return token.text if list(token.text.encode()) == token.bytes else token.bytes
+
+
+def _encode_info(reply: wire.TokenizeReply) -> bytes:
+    info = reply.tokenizer
+    if info is UNSET:
+        raise errors.request_error(
+            errors.Code.UNSUPPORTED, "the model's tokenizer is known only to its workers", param="model"
+        )
+    return msgspec.json.encode(
+        TokenizerInfoResponse(
+            vocab_size=info.vocab_size,
+            bos_token=info.bos_token,
+            eos_token=info.eos_token,
+            add_bos_token=info.adds_bos,
+            chat_template=info.chat_template,
+            model_max_length=reply.context_length or 0,
+        )
     )
 
 

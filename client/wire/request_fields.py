@@ -146,6 +146,7 @@ class TokenizeFields(TypedDict, total=False):
     chat_template_kwargs: JsonObject | None
     add_special_tokens: bool | None
     only_count: bool | None
+    return_tokenizer: bool | None
     timeout_ms: float | None
     id: str | None
 

@@ -166,7 +166,7 @@ BodyT = TypeVar("BodyT", bound=_Body)
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class ApiEndpoint(Generic[BodyT]):
-    """A POST endpoint."""
+    """An endpoint that takes a body, or by GET its fields in the query."""
 
     path: str
     summary: str
@@ -181,6 +181,7 @@ class ApiEndpoint(Generic[BodyT]):
     """The data of the events of a streamed response, if there can be one."""
     event_type: str = EVENT_STREAM
     """The media type of a streamed response."""
+    method: str = "POST"
     feature: str = "generate"
     """The feature that the request needs of its model, by which one is found for a body that names none."""
     required: tuple[str, ...] = ()

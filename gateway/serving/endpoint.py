@@ -6,6 +6,7 @@ import re
 import secrets
 from typing import Any
 
+import msgspec
 import structlog
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
@@ -69,8 +70,9 @@ class EndpointApp:
         request_id, shown_id = request_ids(request.headers.get("x-request-id", ""))
         log = RequestLog(request_id, services.metrics, path)
         writer = ResponseWriter(send, shown_id, self._endpoint.event_type)
-        known = {"http.request.method": "POST", "http.route": path, tracing.REQUEST_ID: request_id}
-        span = tracing.start_span(services.tracer, f"POST {path}", "server", request.headers, known)
+        method = self._endpoint.method
+        known = {"http.request.method": method, "http.route": path, tracing.REQUEST_ID: request_id}
+        span = tracing.start_span(services.tracer, f"{method} {path}", "server", request.headers, known)
         try:
             # around the whole request: draining waits for its end, and the library keeps it until then
             with services.limit.admit(), services.bodies.holding() as held:
@@ -96,7 +98,10 @@ class EndpointApp:
 
     async def _parse(self, request: Request, held: HeldBody, log: RequestLog, tenant: Tenant) -> Parsed:
         # In a separate method, so that nothing holds the body while the request is served.
-        payload = await body.read(request, self._services.bodies.max_body_bytes, held)
+        if self._endpoint.method == "GET":
+            payload = msgspec.json.encode(dict(request.query_params))
+        else:
+            payload = await body.read(request, self._services.bodies.max_body_bytes, held)
         parse = functools.partial(self._endpoint.parse, payload, request.headers, log.request_id)
         parser, records = self._services.parser, self._services.records
         default, num_bytes = self._services.aliases.default, len(payload)

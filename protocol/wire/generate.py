@@ -121,8 +121,25 @@ class TokenizeRequest(Message, frozen=True, kw_only=True, omit_defaults=True):
     """Whether BOS is prepended if the model's prompts begin with it. true if absent."""
     only_count: bool | None = None
     """Leaves `token_ids` out of the reply. false if absent."""
+    return_tokenizer: bool | None = None
+    """Asks for `tokenizer` in the reply. false if absent."""
     timeout_ms: Annotated[float | None, TIMEOUT_MS] = None
     """Time from the router's receipt to its answer. 60,000 if absent."""
+
+
+class TokenizerInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a model's files say of its prompts."""
+
+    vocab_size: int
+    """The number of token ids."""
+    bos_token: str | None = None
+    """The text of the token with which texts begin."""
+    eos_token: str | None = None
+    """The text of the token with which texts end."""
+    adds_bos: bool = False
+    """Whether prompts begin with BOS."""
+    chat_template: str | None = None
+    """The chat template, in Jinja."""
 
 
 class TokenizeReply(Message, frozen=True, kw_only=True):
@@ -138,6 +155,8 @@ class TokenizeReply(Message, frozen=True, kw_only=True):
     """Their ids, unless only the count was asked for."""
     context_length: int | UnsetType = UNSET
     """The smallest context length of the model's workers, prompt and completion together. The prompt may be longer."""
+    tokenizer: TokenizerInfo | UnsetType = UNSET
+    """The model's tokenizer, if asked for; absent if only workers can make the model's prompts."""
     error: errors.Error | UnsetType = UNSET
     """Why there are no tokens."""
 
@@ -149,8 +168,19 @@ class DetokenizeRequest(Message, frozen=True, kw_only=True, omit_defaults=True):
     """Like the id of a `generate` request."""
     token_ids: list[int] | None = None
     """Ids of the model's vocabulary."""
+    return_pieces: bool | None = None
+    """Asks for `pieces` in the reply. false if absent."""
     timeout_ms: Annotated[float | None, TIMEOUT_MS] = None
     """Time from the router's receipt to its answer. 60,000 if absent."""
+
+
+class TokenPiece(msgspec.Struct, frozen=True, kw_only=True):
+    """A token by itself."""
+
+    text: str
+    """Its text; bytes that do not form a whole character become U+FFFD."""
+    bytes: list[int]
+    """Its bytes."""
 
 
 class DetokenizeReply(Message, frozen=True, kw_only=True):
@@ -163,5 +193,7 @@ class DetokenizeReply(Message, frozen=True, kw_only=True):
     text: str | UnsetType = UNSET
     """The text of these tokens in a completion: special tokens have none, and bytes that do not form a whole character
     become U+FFFD."""
+    pieces: list[TokenPiece] | UnsetType = UNSET
+    """Each of the tokens by itself, if asked for."""
     error: errors.Error | UnsetType = UNSET
     """Why there is no text."""

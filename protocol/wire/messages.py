@@ -41,6 +41,8 @@ from tokenbus.protocol.wire.generate import ResumeFrom as ResumeFrom
 from tokenbus.protocol.wire.generate import RoutingOptions as RoutingOptions
 from tokenbus.protocol.wire.generate import TokenizeReply as TokenizeReply
 from tokenbus.protocol.wire.generate import TokenizeRequest as TokenizeRequest
+from tokenbus.protocol.wire.generate import TokenizerInfo as TokenizerInfo
+from tokenbus.protocol.wire.generate import TokenPiece as TokenPiece
 from tokenbus.protocol.wire.params import TIMEOUT_MS, Range
 from tokenbus.protocol.wire.params import CacheControl as CacheControl
 from tokenbus.protocol.wire.params import JsonSchema as JsonSchema

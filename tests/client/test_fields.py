@@ -34,8 +34,8 @@ FIELDS = {
     messages.CacheControl: request_fields.CacheControlFields,
     messages.Lora: request_fields.LoraFields,
 }
-HIDDEN_FIELDS = {messages.EmbedRequest: {"encoding"}}
-"""Fields that the library sets itself."""
+HIDDEN_FIELDS = {messages.EmbedRequest: {"encoding"}, messages.DetokenizeRequest: {"return_pieces"}}
+"""Fields that the library sets itself, or that only the gateway uses."""
 REPLIES = {
     messages.Chunk: answer.AnswerChunk,
     messages.Usage: answer.TokenUsage,

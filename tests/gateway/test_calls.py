@@ -114,7 +114,7 @@ UNNAMED: dict[str, dict[str, Any]] = {
 
 
 def test_requests_without_a_model_are_answered_by_the_default_one(slow_url: str, tmp_path: Path) -> None:
-    assert UNNAMED.keys() == {one.path for dialect in DIALECTS for one in dialect.endpoints}
+    assert UNNAMED.keys() == {one.path for dialect in DIALECTS for one in dialect.endpoints if one.method == "POST"}
     flags = ("--alias", "usual=slow", "--default-model", "usual")
     with running_gateway(slow_url, tmp_path, *flags) as gateway:
         found = {path: post(gateway.url, path, body) for path, body in UNNAMED.items()}

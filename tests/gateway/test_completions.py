@@ -71,6 +71,32 @@ def test_log_probabilities_of_a_completion(client: openai.OpenAI) -> None:
     assert told.text_offset == [sum(map(len, told.tokens[:n])) for n in range(3)]
 
 
+def test_each_token_of_a_text_is_told_in_vllms_and_in_llama_servers_form(client: openai.OpenAI) -> None:
+    def ask(**body: object) -> dict[str, Any]:
+        return client.post("/../tokenize", body=body, cast_to=dict[str, Any])
+
+    text = "Hé 12"
+    plain = ask(prompt=text, add_special_tokens=False)
+    assert plain["token_strs"] is None
+    told = ask(prompt=text, add_special_tokens=False, return_token_strs=True)
+    assert told["tokens"] == plain["tokens"]
+    assert len(told["token_strs"]) == told["count"]
+    pieces = ask(content=text, with_pieces=True)["tokens"]
+    assert [one["id"] for one in pieces] == plain["tokens"]
+    parts = [one["piece"].encode() if isinstance(one["piece"], str) else bytes(one["piece"]) for one in pieces]
+    assert b"".join(parts).decode() == text
+
+
+def test_the_properties_of_a_tokenizer_are_told(client: openai.OpenAI) -> None:
+    info = client.get("/../tokenizer_info", cast_to=dict[str, Any])
+    named = client.get("/../tokenizer_info?model=demo", cast_to=dict[str, Any])
+    assert info == named
+    assert {"bos_token", "eos_token", "chat_template", "vocab_size"} <= set(info)
+    assert info["vocab_size"] > 0
+    with pytest.raises(openai.APIStatusError, match="nobody"):  # a young router does not know that it is never served
+        client.get("/../tokenizer_info?model=nobody", cast_to=dict[str, Any])
+
+
 def test_an_echoed_prompt_has_the_log_probabilities_of_its_tokens(client: openai.OpenAI) -> None:
     text = "12 + 30 = 42"
     echoed = client.completions.create(**GREEDY | {"max_tokens": 1}, prompt=text, echo=True, logprobs=2).choices[0]

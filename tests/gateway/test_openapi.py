@@ -119,7 +119,7 @@ def test_a_body_that_the_document_forbids_is_refused(path: str, change: dict[str
     assert not is_taken(path, GOOD[path] | change)
 
 
-@pytest.mark.parametrize("path", ENDPOINTS)
+@pytest.mark.parametrize("path", [path for path, one in ENDPOINTS.items() if one.method == "POST"])
 def test_a_field_that_may_be_left_out_may_be_null(path: str) -> None:
     assert not not_nullable(schema_of(path), set())
 

@@ -35,8 +35,7 @@ def test_a_prompt_and_a_conversation_become_requests_of_the_wire() -> None:
         ({"prompt": "x", "messages": []}, "prompt"),
         ({"messages": []}, "messages"),
         ({"prompt": "x", "model": "m" * 129}, "model"),
-        ({"prompt": "x", "return_token_strs": True}, "return_token_strs"),
-        ({"prompt": "x", "add_generation_prompt": False}, "add_generation_prompt"),
+        ({"prompt": "x", "content": "x"}, "content"),
         ({"prompt": "x", "continue_final_message": True}, "continue_final_message"),
         ({"prompt": "x", "chat_template": ""}, "chat_template"),
     ],
@@ -51,10 +50,27 @@ def test_what_asks_for_the_usual_is_no_reason_to_refuse() -> None:
     parse(prompt="x", return_token_strs=False, add_generation_prompt=True, continue_final_message=False)
 
 
+def test_a_conversation_may_end_without_the_beginning_of_an_answer_and_a_text_has_none() -> None:
+    said = [{"role": "user", "content": "a"}]
+    asked = parse(messages=said, add_generation_prompt=False, chat_template_kwargs={"a": 1})
+    assert asked.chat_template_kwargs == {"a": 1, "add_generation_prompt": False}
+    assert parse(prompt="x", add_generation_prompt=False).chat_template_kwargs is None
+
+
+def test_llama_servers_names_add_bos_only_if_asked_to() -> None:
+    assert parse(content="x") == messages.TokenizeRequest(id="r", prompt="x", add_special_tokens=False)
+    assert parse(content="x", add_special=True) == messages.TokenizeRequest(id="r", prompt="x", add_special_tokens=True)
+
+
 def test_replies_become_vllms() -> None:
     call = vllm.TOKENIZE.parse(b'{"model": "m", "prompt": "x"}', {}, "r")
     reply = messages.TokenizeReply(id="r", model="m", count=2, token_ids=[5, 6], context_length=512)
-    assert json.loads(call.encode(reply)) == {"count": 2, "max_model_len": 512, "tokens": [5, 6], "token_strs": None}
+    assert json.loads(call.encode(vllm.TokenizedPrompt(reply))) == {
+        "count": 2,
+        "max_model_len": 512,
+        "tokens": [5, 6],
+        "token_strs": None,
+    }
     back = vllm.DETOKENIZE.parse(b'{"model": "m", "tokens": [5, 6]}', {}, "r")
     assert back.request == messages.DetokenizeRequest(id="r", token_ids=[5, 6])
     assert json.loads(back.encode(messages.DetokenizeReply(id="r", model="m", text="x"))) == {"prompt": "x"}

@@ -374,7 +374,8 @@ class Endpoints:
                 raise errors.invalid_field(f"token_ids[{place}]", problem)
             parts += map(token_bytes.__getitem__, token_ids)
             await asyncio.sleep(0)  # chunks go first
-        return internal.DetokenizeResult(text=b"".join(parts).decode(errors="replace"))
+        text = b"".join(parts).decode(errors="replace")
+        return internal.DetokenizeResult(text=text, pieces=parts if request.return_pieces else [])
 
     def _start(self, work: Coroutine[Any, Any, None], on_failure: Callable[[Exception], None] | None = None) -> None:
         task = tasks.background("call", work, on_failure)

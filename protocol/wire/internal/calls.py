@@ -41,6 +41,8 @@ class Detokenize(public.Message, frozen=True, kw_only=True, omit_defaults=True):
 
     token_ids: bytes
     """Unsigned 32-bit little-endian integers."""
+    return_pieces: bool = False
+    """Whether the bytes of each token are wanted too."""
 
 
 class DetokenizeResult(public.Message, frozen=True, kw_only=True, omit_defaults=True):
@@ -48,6 +50,8 @@ class DetokenizeResult(public.Message, frozen=True, kw_only=True, omit_defaults=
 
     text: str = ""
     """The text of these tokens in a completion."""
+    pieces: list[bytes] = []
+    """The bytes of each token, if they are wanted."""
     error: errors.Error | None = None
     """Why there is no text."""
 

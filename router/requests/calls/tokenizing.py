@@ -5,6 +5,7 @@ from typing import TypeVar
 
 from msgspec import UNSET
 
+from tokenbus.protocol.prompt.tokenizer_bundle import PromptRules
 from tokenbus.protocol.wire import block_hash, codec, internal, messages
 from tokenbus.protocol.wire.checks import validation
 from tokenbus.router.fleet.fleet import Fleet
@@ -50,6 +51,7 @@ class TokenizeCalls(_Tokenizing[messages.TokenizeRequest, internal.Tokenize]):
         key = f"{tenant}:tokenize {next(self._numbers)}"  # no request's key has a space
         prompt = Prompt(call.work, model, tenant, key, call.received_at, call.num_bytes)
         token_ids = await self._prompts.tokenize(prompt, call.remaining_s(call.body.timeout_ms))
+        rules = self._prompts.rules_of(model) if call.body.return_tokenizer else None
         contexts = [worker.card.context_length for worker in self._fleet.workers_of(model)]
         return messages.TokenizeReply(
             id=call.request_id,
@@ -57,6 +59,7 @@ class TokenizeCalls(_Tokenizing[messages.TokenizeRequest, internal.Tokenize]):
             count=len(token_ids),
             token_ids=UNSET if call.body.only_count else token_ids,
             context_length=min(contexts) if contexts else UNSET,
+            tokenizer=UNSET if rules is None else _to_info(rules),
         )
 
 
@@ -69,9 +72,23 @@ class DetokenizeCalls(_Tokenizing[messages.DetokenizeRequest, internal.Detokeniz
 
     def check(self, body: messages.DetokenizeRequest) -> internal.Detokenize:
         validation.check_detokenize_request(body)
-        return internal.Detokenize(token_ids=block_hash.pack_token_ids(body.token_ids or []))
+        packed = block_hash.pack_token_ids(body.token_ids or [])
+        return internal.Detokenize(token_ids=packed, return_pieces=bool(body.return_pieces))
 
     async def answer(self, call: Call[messages.DetokenizeRequest, internal.Detokenize]) -> messages.DetokenizeReply:
         model, timeout_s = call.address.model, call.remaining_s(call.body.timeout_ms)
-        text = await self._prompts.detokenize(model, call.work, timeout_s)
-        return messages.DetokenizeReply(id=call.request_id, model=model, text=text)
+        found = await self._prompts.detokenize(model, call.work, timeout_s)
+        pieces = [messages.TokenPiece(text=one.decode(errors="replace"), bytes=list(one)) for one in found.pieces]
+        return messages.DetokenizeReply(
+            id=call.request_id, model=model, text=found.text, pieces=pieces if call.body.return_pieces else UNSET
+        )
+
+
+def _to_info(rules: PromptRules) -> messages.TokenizerInfo:
+    return messages.TokenizerInfo(
+        vocab_size=rules.vocab_size,
+        bos_token=rules.bos_token or None,
+        eos_token=rules.eos_token or None,
+        adds_bos=rules.add_bos,
+        chat_template=rules.chat_template or None,
+    )

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
+from tokenbus.protocol.prompt.tokenizer_bundle import PromptRules
 from tokenbus.protocol.wire import block_hash, codec, errors, internal, reasoning
 from tokenbus.protocol.wire.checks import validation
 from tokenbus.protocol.wire.params import ReasoningOptions
@@ -101,11 +102,19 @@ class PromptTokenizer:
         packed = await self._tokenize(prompt, workers, timeout_s, lambda: False, is_bounded=False)
         return block_hash.unpack_token_ids(packed).tolist()
 
-    async def detokenize(self, model: str, message: internal.Detokenize, timeout_s: float) -> str:
+    def rules_of(self, model: str) -> PromptRules | None:
+        """Returns the rules of a model's prompts; None while no tokenizer of it is known."""
+        tokenizer = self._tokenizers.find_fetched(workers_for(self._fleet, model, time.monotonic()))
+        return None if tokenizer is None else tokenizer.builder.rules
+
+    async def detokenize(self, model: str, message: internal.Detokenize, timeout_s: float) -> internal.DetokenizeResult:
         """Returns the text of tokens, as a worker writes them into a completion. Raises RequestError."""
 
-        async def attempt(worker: Worker) -> str:
-            return (await self._any_worker.ask(worker, _DETOKENIZE, message, _TIMEOUT_S)).text
+        async def attempt(worker: Worker) -> internal.DetokenizeResult:
+            found = await self._any_worker.ask(worker, _DETOKENIZE, message, _TIMEOUT_S)
+            if message.return_pieces and len(found.pieces) * block_hash.TOKEN_BYTES != len(message.token_ids):
+                raise errors.unsupported_field("return_pieces", "the workers are of an earlier version")
+            return found
 
         async with deadline(timeout_s):
             await self._loads.wait_served(model, None)

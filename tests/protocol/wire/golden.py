@@ -294,9 +294,27 @@ PUBLIC: list[tuple[str, messages.Message]] = [
     ),
     ("token ids", messages.TokenizeReply(id="t-1", model="m", count=2, token_ids=[1, 2], context_length=512)),
     ("only the count", messages.TokenizeReply(id="t-1", model="m", count=2, context_length=512)),
+    (
+        "the tokenizer",
+        messages.TokenizeReply(
+            id="t-1",
+            model="m",
+            count=0,
+            tokenizer=messages.TokenizerInfo(
+                vocab_size=512, bos_token="<s>", eos_token="</s>", adds_bos=True, chat_template="{{ messages }}"
+            ),
+        ),
+    ),
     ("an error", messages.TokenizeReply(id="t-1", error=ERROR)),
     ("everything", messages.DetokenizeRequest(id="t-1", token_ids=[1, 2], timeout_ms=60_000.0)),
+    ("each token", messages.DetokenizeRequest(token_ids=[1], return_pieces=True)),
     ("a text", messages.DetokenizeReply(id="t-1", model="m", text="Grüß")),
+    (
+        "each token",
+        messages.DetokenizeReply(
+            id="t-1", model="m", text="\ufffd", pieces=[messages.TokenPiece(text="\ufffd", bytes=[195])]
+        ),
+    ),
     ("an error", messages.DetokenizeReply(id="t-1", error=ERROR)),
     ("a query", messages.RerankRequest(query="Which?", documents=["this", "that"])),
     (
@@ -514,7 +532,9 @@ INTERNAL: list[tuple[str, messages.Message]] = [
     ("token ids", internal.TokenizeResult(token_ids=block_hash.pack_token_ids([1, 2]))),
     ("an error", internal.TokenizeResult(error=ERROR)),
     ("two tokens", internal.Detokenize(token_ids=block_hash.pack_token_ids([1, 2]))),
+    ("each token", internal.Detokenize(token_ids=block_hash.pack_token_ids([1]), return_pieces=True)),
     ("a text", internal.DetokenizeResult(text="Grüß")),
+    ("each token", internal.DetokenizeResult(text="a", pieces=[b"a"])),
     ("an error", internal.DetokenizeResult(error=ERROR)),
     (
         "blocks of a prompt",
