@@ -50,4 +50,4 @@ class PromptTokens(msgspec.Struct, frozen=True, kw_only=True):
     context_length: int | None = None
     """The most tokens that a prompt and its answer may have together."""
     tokenizer: messages.TokenizerInfo | None = None
-    """What the model's files say of its prompts, with `return_tokenizer`."""
+    """The properties of the model's tokenizer, with `return_tokenizer`."""

@@ -128,7 +128,7 @@ class TokenizeRequest(Message, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class TokenizerInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a model's files say of its prompts."""
+    """The properties of a model's tokenizer, as its files have them."""
 
     vocab_size: int
     """The number of token ids."""
