@@ -85,8 +85,8 @@ async def measure(model: Path, pairs: int, threads: int, *, gaps: bool) -> None:
         assert answer.num_scored == (_TOKENS if wanted else 0)
         spent_s = _cpu_s(config.pid) - cpu_s
         found = max(one.longest_gap(began, ended) for one in streams) if gaps else spent_s
-        for one in range(len(streams)):
-            engine.abort(f"s{number}-{one}-{len(wanted)}")
+        for place in range(len(streams)):
+            engine.abort(f"s{number}-{place}-{len(wanted)}")
         return 1e3 * found
 
     async def plain(number: int) -> float:

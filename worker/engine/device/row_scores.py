@@ -9,7 +9,7 @@ from tokenbus.worker.engine.device import draws
 from tokenbus.worker.engine.device.draws import Matrix
 from tokenbus.worker.engine.device.prompt_scores import Pack
 
-_BLOCK_LOGITS = 1 << 19
+_BLOCK_LOGITS = 1 << 17
 """The logits that are reduced together, few enough for the processor's cache."""
 
 
@@ -26,17 +26,23 @@ def pack_scores(rows: Matrix, token_ids: Listing[int], num_alternatives: int) ->
     packed = np.empty(len(rows), np.dtype(record))
     packed["id"] = token_ids
     size = max(1, _BLOCK_LOGITS // rows.shape[1])
+    # The same memory for all blocks: new memory would take longer than what is done with it.
+    weights, above = np.empty((size, rows.shape[1]), np.float32), np.empty((size, rows.shape[1]), np.bool_)
     for start in range(0, len(rows), size):
-        _reduce(rows[start : start + size], packed[start : start + size])
+        block = rows[start : start + size]
+        _reduce(block, packed[start : start + size], weights[: len(block)], above[: len(block)])
     return packed.tobytes()
 
 
-def _reduce(rows: Matrix, packed: Any) -> None:
+def _reduce(rows: Matrix, packed: Any, weights: Matrix, above: Any) -> None:
     own = np.take_along_axis(rows, packed["id"].astype(np.int64)[:, None], axis=1)
     most = rows.max(axis=1, keepdims=True)
-    log_sums = most + np.log(np.exp(rows - most).sum(axis=1, keepdims=True, dtype=np.float64))
+    np.subtract(rows, most, out=weights)
+    np.exp(weights, out=weights)
+    log_sums = most + np.log(weights.sum(axis=1, keepdims=True), dtype=np.float64)
     packed["logprob"] = (own - log_sums)[:, 0]
-    packed["rank"] = 1 + np.count_nonzero(rows > own, axis=1)
+    np.greater(rows, own, out=above)
+    packed["rank"] = 1 + np.count_nonzero(above, axis=1)
     top = packed["top"]
     if top.shape[1]:
         found = draws.top_k_ids(rows, top.shape[1])
