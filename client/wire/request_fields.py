@@ -98,6 +98,7 @@ class GenerateFields(TypedDict, total=False):
     parallel_tool_calls: bool | None
     chat_template_kwargs: JsonObject | None
     reasoning: ReasoningFields | None
+    continue_final_message: bool | None
     parse_output: bool | None
     response_format: ResponseFormatFields | None
     regex: str | None

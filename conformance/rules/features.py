@@ -139,6 +139,21 @@ async def calls(probe: Probe) -> None:
     expect(not again.messages[-1].get("tool_calls"), "a call although tool_choice was none")
 
 
+async def continued(probe: Probe) -> None:
+    """continue_final_message continues the last message; one that is not the assistant's is refused."""
+    asked = {"role": "user", "content": "Count from one to four."}
+    begun = {"role": "assistant", "content": "One, two,"}
+    fields: dict[str, object] = {"max_tokens": 4, "temperature": 0, "continue_final_message": True}
+    answer = await probe.ask({"messages": [asked, begun]} | fields)
+    skip_if_unsupported(answer.messages[-1])
+    stream_checks.check_numbers(answer.messages)
+    whole = await probe.ask({"messages": [asked, begun]} | fields | {"continue_final_message": False})
+    counts = [one.messages[-1]["usage"]["prompt_tokens"] for one in (answer, whole)]
+    expect(counts[0] < counts[1], f"{counts[0]} tokens of an open prompt, {counts[1]} of one that begins a message")
+    refused = await probe.ask({"messages": [asked]} | fields)
+    stream_checks.check_refusal(refused.messages, "invalid_request", param="messages[0].role")
+
+
 async def reasoning(probe: Probe) -> None:
     """reasoning.max_tokens bounds the reasoning of an answer; a budget below 0 or without messages is refused."""
     question: dict[str, object] = {"messages": [{"role": "user", "content": "What is 12 + 30?"}], "max_tokens": 64}

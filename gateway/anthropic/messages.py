@@ -185,9 +185,6 @@ def _check_conversation(given: Sequence[InputMessage] | None) -> None:
     if not given:
         raise errors.invalid_field("messages", "at least one message is required")
     conversation.check_count("messages", given)
-    if given[-1].role == "assistant":
-        problem = "the conversation must end with a user message; this model does not support prefill"
-        raise errors.unsupported_field("messages", problem)
 
 
 def _to_tool(tool: AnthropicTool) -> dict[str, Any]:
@@ -244,6 +241,7 @@ def _to_request(
     return wire.GenerateRequest(
         id=head.id,
         messages=[turn.message for turn in turns],
+        continue_final_message=True if turns and turns[-1].message.role == "assistant" else None,
         max_tokens=asked.max_tokens,
         temperature=asked.temperature,
         top_p=asked.top_p,

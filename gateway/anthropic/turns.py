@@ -20,6 +20,7 @@ _BETWEEN_BLOCKS = "\n\n"
 _RULES = [
     (re.compile(pattern), replacement)
     for pattern, replacement in (
+        (r"^continue_final_message$", "messages"),
         (r"^stop(?=\[|$)", "stop_sequences"),
         (r"^response_format\.json_schema\.schema", "output_config.format.schema"),
         (r"^response_format(\.json_schema)?", "output_config.format"),

@@ -169,6 +169,7 @@ def read_chat(asked: OllamaChatRequest, head: RequestHead) -> ParsedGeneration:
     request = wire.GenerateRequest(
         id=head.id,
         messages=said,
+        continue_final_message=_continues(said[-1]) or None,
         tools=asked.tools or None,
         **asked.common_fields(head.session),
         **asked.thinking_fields(),
@@ -195,8 +196,13 @@ def read_generate(asked: OllamaGenerateRequest, head: RequestHead) -> ParsedGene
     return _parsed(asked, head, OllamaCompletionEncoder, request, _NAME_OF)
 
 
+def _continues(last: wire.ChatMessage) -> bool:
+    """Returns whether the answer continues the last message, as Ollama does with an assistant's text."""
+    return last.role == "assistant" and bool(last.content) and not last.tool_calls
+
+
 _NAME_OF = http_errors.by_field(options.NAMES)
-_FIELDS = {"reasoning.effort": "think"}
+_FIELDS = {"reasoning.effort": "think", "continue_final_message": "messages"}
 
 
 def _in_conversation(param: str, num_joined: int) -> str:

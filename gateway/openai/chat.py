@@ -38,6 +38,8 @@ class OpenAIChatMessage(wire.ChatMessage, frozen=True, kw_only=True, omit_defaul
 
     reasoning: str | None = None
     """Another name of `reasoning_content`."""
+    prefix: bool | None = None
+    """Mistral's: the last message, an assistant's, is continued."""
 
     def to_wire(self) -> wire.ChatMessage:
         return wire.ChatMessage(
@@ -79,8 +81,10 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
     modalities: Any = None
     audio: Any = None
     web_search_options: Any = None
-    continue_final_message: Any = None
-    add_generation_prompt: Any = None
+    continue_final_message: bool | None = None
+    """vLLM's: the last message, an assistant's, is continued."""
+    add_generation_prompt: bool | None = None
+    """false only if that message is continued."""
     add_special_tokens: Any = None
     chat_template: Any = None
     documents: Any = None
@@ -117,11 +121,12 @@ def read(chat: ChatRequest, head: RequestHead) -> ParsedGeneration:
         raise errors.invalid_field("top_logprobs", "needs logprobs: true")
     if chat.tool_choice == {}:
         raise errors.invalid_field("tool_choice", "must be auto, none, required or the name of a function, got {}")
+    continued = _continued(chat, chat.messages)
     chat.check_answers()
     wishes = read_wishes(chat, chat.reasoning, chat.template_arguments, chat.reasoning_effort)
-    request = _to_wire(chat, chat.messages, wishes, head)
+    request = _to_wire(chat, chat.messages, wishes, head, continues=bool(continued))
     name_of = conversation.given_names(
-        _renamed(chat, wishes), num_joined=len(chat.messages) - len(request.messages or [])
+        _renamed(chat, wishes) | continued, num_joined=len(chat.messages) - len(request.messages or [])
     )
     with http_errors.renaming(name_of):
         validation.check_request(request)
@@ -138,6 +143,25 @@ def read(chat: ChatRequest, head: RequestHead) -> ParsedGeneration:
     )
 
 
+def _continued(chat: ChatRequest, said: list[OpenAIChatMessage]) -> dict[str, str]:
+    """Returns the name by which the body asks to continue its last message, if it does. Raises RequestError if it also
+    asks for something else."""
+    for index, message in enumerate(said[:-1]):
+        if message.prefix:
+            raise errors.invalid_field(f"messages[{index}].prefix", "only the last message can be continued")
+    if chat.continue_final_message:
+        if chat.add_generation_prompt:
+            raise errors.invalid_field("add_generation_prompt", "can't be true with continue_final_message")
+        return {"continue_final_message": "continue_final_message"}
+    if said and said[-1].prefix:
+        return {"continue_final_message": f"messages[{len(said) - 1}].prefix"}
+    if chat.add_generation_prompt is False:
+        raise errors.unsupported_field(
+            "add_generation_prompt", "answers begin a new message, unless the last is continued"
+        )
+    return {}
+
+
 def _renamed(chat: ChatRequest, wishes: ReasoningWishes) -> dict[str, str]:
     renamed = chat.renamed | wishes.names
     if chat.max_completion_tokens is not None:
@@ -148,7 +172,7 @@ def _renamed(chat: ChatRequest, wishes: ReasoningWishes) -> dict[str, str]:
 
 
 def _to_wire(
-    chat: ChatRequest, said: list[OpenAIChatMessage], wishes: ReasoningWishes, head: RequestHead
+    chat: ChatRequest, said: list[OpenAIChatMessage], wishes: ReasoningWishes, head: RequestHead, *, continues: bool
 ) -> wire.GenerateRequest:
     common = chat.to_wire(head.session)
     if chat.max_completion_tokens is not None:
@@ -157,6 +181,7 @@ def _to_wire(
         id=head.id,
         messages=conversation.normalized([one.to_wire() for one in said]),
         logprobs=(chat.top_logprobs or 0) if chat.logprobs else None,
+        continue_final_message=continues or None,
         tools=chat.tools,
         tool_choice=chat.tool_choice,
         parallel_tool_calls=chat.parallel_tool_calls,
@@ -243,8 +268,6 @@ ENDPOINT = ApiEndpoint(
         "modalities": UnservedField("only text is served", (None, [], ["text"])),
         "audio": UnservedField("only text is served"),
         "web_search_options": UnservedField("the model has no access to the web"),
-        "continue_final_message": UnservedField("answers begin a new message", (None, False)),
-        "add_generation_prompt": UnservedField("answers begin a new message", (None, True)),
         "add_special_tokens": UnservedField("the chat template writes them", (None, False)),
         "chat_template": UnservedField("only the model's own is served"),
         "documents": UnservedField("give them to the template: chat_template_kwargs", (None, [])),

@@ -74,7 +74,12 @@ class PromptBuilder:
             if self._renderer is None:
                 problem = f"{self.chat_unsupported_reason}: send prompt or token_ids"
                 raise errors.request_error(errors.Code.UNSUPPORTED, problem, param="messages")
-            pieces = self._renderer.render(request.messages, request.chat_template_kwargs, request.tools)
+            pieces = self._renderer.render(
+                request.messages,
+                request.chat_template_kwargs,
+                request.tools,
+                continues=request.continue_final_message,
+            )
         elif request.text is None:
             raise errors.request_error(errors.Code.INVALID_REQUEST, "text or messages is required", param="text")
         elif request.suffix:

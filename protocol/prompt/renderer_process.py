@@ -72,7 +72,7 @@ def _kept_bytes() -> int:
 def _rendered(template: ChatTemplate, body: bytes) -> RenderResult:
     request = _request_decoder.decode(body)
     try:
-        pieces = template.render(request.conversation, request.arguments, request.tools)
+        pieces = template.render(request.conversation, request.arguments, request.tools, continues=request.continues)
     except errors.RequestError as error:
         return RenderResult(error=error.error)
     size = sum(len(piece) for piece in pieces if isinstance(piece, str))

@@ -101,6 +101,8 @@ class RenderRequest(msgspec.Struct, frozen=True, kw_only=True):
     conversation: list[messages.ChatMessage]
     arguments: dict[str, Any] | None = None
     tools: list[dict[str, Any]] | None = None
+    continues: bool = False
+    """Whether the prompt ends with the text of the last message."""
 
 
 class RenderResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -150,10 +152,15 @@ class Renderer:
         conversation: list[messages.ChatMessage],
         arguments: dict[str, Any] | None,
         tools: list[dict[str, Any]] | None = None,
+        *,
+        continues: bool = False,
     ) -> PromptPieces:
-        """Renders a conversation. Raises RequestError: invalid_request if the template refuses it or takes too much
-        time or memory, unsupported if the template is malformed, internal if no process can be started now."""
-        request = _encode_request(RenderRequest(conversation=conversation, arguments=arguments, tools=tools))
+        """Renders a conversation, with `continues` up to the end of the last message's text. Raises RequestError:
+        invalid_request if the template refuses it or takes too much time or memory, unsupported if the template is
+        malformed or can't be continued, internal if no process can be started now."""
+        request = _encode_request(
+            RenderRequest(conversation=conversation, arguments=arguments, tools=tools, continues=continues)
+        )
         with self._lock:
             try:
                 result = self._ask_twice(request)

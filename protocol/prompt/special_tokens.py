@@ -11,16 +11,18 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 MARKS = [chr(code) for code in range(0x13000, 0x13400)]
-"""The characters from which guard and separator are chosen: Egyptian hieroglyphs.
+"""The characters from which guard, separator and end are chosen: Egyptian hieroglyphs.
 
 They must be printable: a template may print a list as Python does, which would escape other characters."""
 
 
 class Marks(NamedTuple):
-    """Two characters that occur neither in the request nor in the template."""
+    """Characters that occur neither in the request nor in the template."""
 
     guard: str
     separator: str
+    end: str = ""
+    """Marks the end of the text that an answer continues."""
 
     def remove(self, text: str) -> str:
         return text.replace(self.guard, "").replace(self.separator, "")

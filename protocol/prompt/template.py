@@ -2,6 +2,7 @@
 
 import datetime
 import functools
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -155,14 +156,17 @@ class ChatTemplate:
         conversation: list[messages.ChatMessage],
         arguments: Mapping[str, Any] | None = None,
         tools: list[dict[str, Any]] | None = None,
+        *,
+        continues: bool = False,
     ) -> list[str | int]:
         """Returns the prompt as special token ids and plain texts. Raises RequestError(invalid_request) if it fails.
 
-        `arguments` are extra variables for the template (`chat_template_kwargs`)."""
+        `arguments` are extra variables for the template (`chat_template_kwargs`). `continues`: the prompt ends with the
+        text of the last message; raises RequestError(unsupported) if the template does not write that text as it is."""
         form = self._answer_form if history.needs_form(conversation) else history.USUAL_FORM
         prepared = history.message_dicts(conversation, form)
         try:
-            return self._render(prepared, arguments or {}, tools)
+            return self._render(prepared, arguments or {}, tools, continues=continues)
         except _TemplateRefusalError as error:
             raise _refused(f"the model's chat template refused the messages: {error}") from error
 
@@ -182,18 +186,23 @@ class ChatTemplate:
         conversation: list[history.MessageDict],
         arguments: Mapping[str, Any],
         tools: list[dict[str, Any]] | None,
+        *,
+        continues: bool = False,
     ) -> list[str | int]:
         # The marks must not occur in anything that can end up in the prompt, including the template's own text.
         marks = _unused_marks([self._source, conversation, arguments, tools])
         completed = self._escape([_complete(tool) for tool in tools or []], marks)
+        said = self._escape(conversation, marks)
+        if continues:
+            said[-1] = _with_end(said[-1], marks.end)
         variables = {
-            "add_generation_prompt": True,
+            "add_generation_prompt": not continues,
             # Firefunction's names for the tools, and for the time.
             "functions": to_json([tool["function"] for tool in completed], indent=4),
             "datetime": strftime_now("%Y-%m-%d %H:%M:%S"),
             # These come before everything that a request must not replace.
             **{name: self._escape(value, marks) for name, value in arguments.items()},
-            "messages": self._escape(conversation, marks),
+            "messages": said,
             **self._tokens,
         }
         if tools:
@@ -202,7 +211,7 @@ class ChatTemplate:
             text = self._template.render(variables)
         except Exception as error:  # a template is a program: with the right messages it can fail in any way
             raise _TemplateRefusalError(marks.remove(str(error) or repr(error))) from error
-        return self._special.split(text, marks)
+        return self._special.split(_until_end(text, said[-1], marks) if continues else text, marks)
 
     def _escape(self, value: Any, marks: Marks) -> Any:
         if isinstance(value, str):
@@ -239,18 +248,40 @@ def _complete(tool: dict[str, Any]) -> dict[str, Any]:
     return tool | {"function": given | {name: value for name, value in optional.items() if name not in given}}
 
 
+def _with_end(message: history.MessageDict, end: str) -> history.MessageDict:
+    """Returns a message with a mark after its text."""
+    content = message["content"]
+    if isinstance(content, str):
+        return message | {"content": content + end}
+    *others, last = content
+    return message | {"content": [*others, last | {"text": last["text"] + end}]}
+
+
+def _until_end(text: str, message: history.MessageDict, marks: Marks) -> str:
+    """Returns a rendered prompt up to the mark after the last message's text.
+
+    Some templates leave the last message out, or write it twice."""
+    content = message["content"]
+    said = content if isinstance(content, str) else content[-1]["text"]
+    before, *after = text.split(marks.end)
+    if len(after) != 1 or not before.endswith(said.removesuffix(marks.end).lstrip()):
+        problem = "continue_final_message: the model's chat template does not write the last message as it is"
+        raise errors.request_error(errors.Code.UNSUPPORTED, problem, param="continue_final_message")
+    return before
+
+
 def _unused_marks(values: object) -> Marks:
     texts = [text for text in _strings(values) if not text.isascii()]
     used: set[str] = set()
-    if any(mark in text for mark in MARKS[:2] for text in texts):  # almost never, and checking each character is slow
+    if any(mark in text for mark in MARKS[:3] for text in texts):  # almost never, and checking each character is slow
         used.update(*texts)
     unused = (character for character in MARKS if character not in used)
-    guard, separator = next(unused, None), next(unused, None)
-    if guard is None or separator is None:
+    found = list(itertools.islice(unused, 3))
+    if len(found) < 3:
         raise _refused(
-            "messages: contain nearly every Egyptian hieroglyph; rendering needs two that they don't contain"
+            "messages: contain nearly every Egyptian hieroglyph; rendering needs three that they don't contain"
         )
-    return Marks(guard, separator)
+    return Marks(*found)
 
 
 def _refused(message: str) -> errors.RequestError:

@@ -177,6 +177,10 @@ class GenerationParams(SamplingParams, frozen=True, kw_only=True, omit_defaults=
     """Whether an answer may have more than one call. true if absent."""
     reasoning: ReasoningOptions | None = None
     """Bounds the reasoning of the answer. Only with `messages`."""
+    continue_final_message: bool | None = None
+    """Whether the answer continues the last of the `messages`, an assistant's with a text and without calls, instead of
+    beginning a message. Only for models that have the feature of this name: routers and workers of earlier versions,
+    none of which has it, ignore the field. false if absent."""
     parse_output: bool | None = None
     """Whether reasoning and tool calls are told apart from the text of the answer to `messages`. true if absent."""
     return_token_ids: bool | None = None

@@ -11,6 +11,8 @@ from tokenbus.worker.contract.chat_format import ChatFormat
 _PROMPT_TAIL = 256
 """The number of tokens at the end of a prompt that are searched for the beginning of the answer."""
 
+_SOME_TEXT = "text"
+
 
 class ChatRules:
     """The rules for reading a model's answers. `token_bytes` are the bytes of each token."""
@@ -42,6 +44,21 @@ class ChatRules:
         if at < 0:
             return self.format.generation_prompt
         return self.rules.alphabet.decode(tail[at + len(self._turn_open) :])
+
+    def continued_prompt(self) -> str:
+        """Returns a beginning of an answer after which its text continues, in place of the one in the prompt: what the
+        client has written is all text, and after it reasoning is over."""
+        form = self.format
+        if form.channels is not None:
+            before = f"{form.channels.channel}{form.channels.content[0]}{form.channels.body}"
+        else:
+            before = "" if form.reasoning is None else f"{form.reasoning.open}{form.reasoning.close}"
+        return f"{before}{form.content_open}{_SOME_TEXT}"
+
+    @property
+    def calls_follow_text(self) -> bool:
+        """Whether a call may come after text in the same message: it has a marker of its own."""
+        return self.format.channels is None and self.rules.calls is not None and not self.rules.calls.is_bare
 
     def begins_in_reasoning(self, generation_prompt: str) -> bool:
         """Returns whether an answer after this begins inside the reasoning."""

@@ -100,7 +100,11 @@ class ReasoningBudget:
         self._closer = closer
         self._limit = limit
         self._parser = AnswerParser(
-            closer.rules.rules, tools=limit.parsing.tools, key="", generation_prompt=limit.parsing.generation_prompt
+            closer.rules.rules,
+            tools=limit.parsing.tools,
+            key="",
+            generation_prompt=limit.parsing.generation_prompt,
+            continues=limit.parsing.continues,
         )
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._count = 0

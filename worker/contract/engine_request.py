@@ -55,6 +55,8 @@ class OutputParsing(msgspec.Struct, frozen=True, kw_only=True):
     """The JSON schema of each tool's parameters, by name; None: calls stay text."""
     generation_prompt: str | None = None
     """The end of the prompt that belongs to the answer, such as `<think>`; None: the chat format's own value."""
+    continues: bool = False
+    """Whether the answer continues a text that is in the prompt."""
     hold_calls: bool = False
     """Whether a call is handed out only once complete, so that a truncated one is dropped."""
 

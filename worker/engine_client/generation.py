@@ -34,6 +34,7 @@ class AnswerReader:
             tools=parsing.tools,
             key=request.key,
             generation_prompt=parsing.generation_prompt,
+            continues=parsing.continues,
             hold_calls=parsing.hold_calls,
         )
         self._reasoning: list[str] = []

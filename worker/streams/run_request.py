@@ -49,9 +49,12 @@ def answer_rules(
     if not run.is_chat or chat is None:
         return AnswerRules(None, to_constraint(asked))
     callable_tools = _parameters(asked)
-    generation_prompt = chat.generation_prompt(prompt)
+    generation_prompt = chat.continued_prompt() if asked.continue_final_message else chat.generation_prompt(prompt)
     parsing = engine_request.OutputParsing(
-        tools=callable_tools or None, generation_prompt=generation_prompt, hold_calls=not asked.is_streamed
+        tools=callable_tools or None,
+        generation_prompt=generation_prompt,
+        continues=bool(asked.continue_final_message),
+        hold_calls=not asked.is_streamed,
     )
     constraint = None
     if can_constrain:
@@ -78,6 +81,8 @@ def _chat_constraint(
     asked: GenerationParams, callable_tools: dict[str, dict[str, Any]], chat: ChatRules, generation_prompt: str
 ) -> engine_request.Constraint | None:
     wanted = to_constraint(asked)
+    if asked.continue_final_message and not chat.calls_follow_text:
+        callable_tools = {}
     in_reasoning = chat.begins_in_reasoning(generation_prompt)
     may_reason = not reasoning.is_off(asked.reasoning) and not chat.has_reasoned(generation_prompt)
     is_required = bool(asked.tool_choice) and asked.tool_choice != "auto"
@@ -103,8 +108,8 @@ def _chat_constraint(
                 rule_params=rule_params,
                 is_written=True,
             )
-        if wanted is None:
-            return None
+        if wanted is None or asked.continue_final_message:  # reasoning and headers are in the prompt
+            return wanted
         preamble = reasoning_grammar(chat.format, in_reasoning=in_reasoning, may_reason=may_reason)
         return msgspec.structs.replace(wanted, preamble=preamble)
     except GrammarError as error:

@@ -19,6 +19,8 @@ from tokenbus.protocol.wire.tools import check_free_form, check_json_size, check
 _TOOLS_NEED_MESSAGES = "need messages: a prompt has no place for them"
 REASONING_BUDGET = "reasoning_budget"
 """The feature of workers that can end reasoning early."""
+CONTINUE = "continue_final_message"
+"""The feature of workers that can continue a message, and the field that asks for it."""
 _MAX_DIGITS = 32
 """Digits of a number that an error repeats."""
 
@@ -46,6 +48,10 @@ def check_request(request: messages.GenerateRequest) -> None:
         raise invalid_field("tools", _TOOLS_NEED_MESSAGES)
     if request.reasoning is not None and request.messages is None:
         raise invalid_field("reasoning", "needs messages: only the answers to conversations have a known format")
+    if request.continue_final_message:
+        _check_continued(request.messages)
+        if request.tool_choice and request.tool_choice not in ("auto", "none"):
+            raise invalid_field("tool_choice", f"must be auto or none with {CONTINUE}: the answer has begun with text")
     if request.suffix and request.prompt is None:
         raise invalid_field("suffix", "needs prompt: other prompts have no gap to fill")
     if request.resume_from is not None:
@@ -83,6 +89,8 @@ def check_tokenize(request: internal.Tokenize) -> None:
     if (request.text is None) == (request.messages is None):
         raise invalid_field("text", "exactly one of text and messages must be given")
     _check_messages(request.messages or [])
+    if request.continue_final_message:
+        _check_continued(request.messages)
     check_free_form(request.chat_template_kwargs, "chat_template_kwargs")
     check_tools(request.tools or [])
 
@@ -226,6 +234,8 @@ def required_run_features(params: GenerationParams) -> Iterator[RequiredFeature]
         yield RequiredFeature("progress", "return_progress")
     if params.tools:
         yield RequiredFeature("tools", "tools")
+    if params.continue_final_message:
+        yield RequiredFeature(CONTINUE, CONTINUE)
     if needs_reasoning_budget(params):
         yield RequiredFeature(REASONING_BUDGET, "reasoning.max_tokens")
     for name in constraints_given(params):
@@ -321,6 +331,27 @@ def _check_messages(conversation: list[messages.ChatMessage]) -> None:
             _check_parts(message.content, f"{path}.content")
         elif message.content is None and not message.tool_calls:
             raise invalid_field(f"{path}.content", "is required")
+
+
+def _check_continued(conversation: list[messages.ChatMessage] | None) -> None:
+    """Raises RequestError unless the last message can be continued, which has been checked like the others."""
+    if not conversation:
+        raise invalid_field(CONTINUE, "needs messages: a prompt is always continued")
+    last, path = conversation[-1], f"messages[{len(conversation) - 1}]"
+    if last.role != "assistant":
+        raise invalid_field(f"{path}.role", f"must be assistant with {CONTINUE}, got {last.role[:40]!r}")
+    if last.tool_calls:
+        raise invalid_field(f"{path}.tool_calls", f"must be empty with {CONTINUE}: only a text can be continued")
+    if not message_text(last):
+        raise invalid_field(f"{path}.content", f"must not be empty with {CONTINUE}: only a text can be continued")
+
+
+def needed_feature(params: GenerationParams) -> str:
+    """Returns the feature that a request's worker must have and that workers of earlier versions lack; empty if there
+    is none. Those that can continue a message can close reasoning too, if the model's can be closed."""
+    if params.continue_final_message:
+        return CONTINUE
+    return REASONING_BUDGET if needs_reasoning_budget(params) else ""
 
 
 def _check_parts(parts: list[messages.ContentPart], path: str) -> None:

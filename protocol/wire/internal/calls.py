@@ -21,6 +21,8 @@ class Tokenize(public.Message, frozen=True, kw_only=True, omit_defaults=True):
     """Variables for the template."""
     tools: list[dict[str, Any]] | None = None
     """The tools of the request, for the template."""
+    continue_final_message: bool = False
+    """Whether the prompt ends in the middle of the last message, which the answer continues."""
     add_special_tokens: bool = True
     """Whether BOS is prepended if the model's prompts begin with it."""
     max_tokens: Annotated[int | None, COUNT] = None

@@ -107,7 +107,7 @@ class Flight:
     @property
     def feature(self) -> str:
         """The feature that its worker must have and that workers of earlier versions lack; empty if there is none."""
-        return validation.REASONING_BUDGET if validation.needs_reasoning_budget(self.request) else ""
+        return validation.needed_feature(self.request)
 
     @property
     def needs(self) -> Hashable:

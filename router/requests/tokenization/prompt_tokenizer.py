@@ -150,14 +150,18 @@ class PromptTokenizer:
         async with deadline(timeout_s):
             if (tokenizer := self._tokenizers.find_fetched(workers)) is not None:
                 return await self._pack(prompt, tokenizer, max_tokens(workers))
-            model = prompt.model
-            return await self._any_worker.first_result(model, lambda: self._candidates(model), attempt, is_cancelled)
+            model, feature = prompt.model, validation.CONTINUE if prompt.source.continue_final_message else ""
+            candidates = functools.partial(self._candidates, model, feature)
+            return await self._any_worker.first_result(model, candidates, attempt, is_cancelled)
 
-    def _candidates(self, model: str) -> list[Worker]:
-        """Returns the workers that may be asked, last those whose tokenizers are known to be unusable. Raises
-        RequestError if there are none."""
+    def _candidates(self, model: str, feature: str = "") -> list[Worker]:
+        """Returns the workers that may be asked, which have a feature if it is named, last those whose tokenizers are
+        known to be unusable. Raises RequestError if there are none."""
         now = time.monotonic()
         able = self._fleet.model(model).eligible(now) or workers_for(self._fleet, model, now)
+        able = [worker for worker in able if not feature or feature in worker.card.features]
+        if not able:
+            raise errors.request_error(errors.Code.NO_WORKER, f"no worker with the feature {feature} is available")
         return sorted(able, key=self._tokenizers.is_broken)
 
     async def _pack(self, prompt: Prompt, tokenizer: Tokenizer, max_tokens: int | None) -> bytes:
@@ -194,6 +198,7 @@ def _prompt_of(flight: Flight) -> Prompt:
         messages=request.messages,
         chat_template_kwargs=reasoning.template_arguments(asked.effort, request.chat_template_kwargs, asked.max_tokens),
         tools=request.tools,
+        continue_final_message=bool(request.continue_final_message),
     )
     return Prompt(source, flight.model, flight.tenant, flight.key, flight.received_at, flight.held_bytes)
 

@@ -315,7 +315,6 @@ def test_what_is_wrong_names_the_field_as_the_client_called_it(
             },
             "messages.0.content.0.content.0.type",
         ),
-        ({"messages": [*HELLO, {"role": "assistant", "content": "{"}]}, "messages"),
     ],
 )
 def test_what_is_not_served_is_unsupported(fields: dict[str, Any], param: str) -> None:
@@ -329,3 +328,14 @@ def test_a_body_that_is_no_json_object_is_refused(given: bytes) -> None:
     with pytest.raises(errors.RequestError) as raised:
         ENDPOINT.parse(given, {}, "r-1")
     assert raised.value.error.code is errors.Code.INVALID_REQUEST
+
+
+def test_a_message_of_the_assistant_at_the_end_is_continued() -> None:
+    assert read().requests[0].continue_final_message is None
+    assert read(messages=[*HELLO, {"role": "assistant", "content": "{"}]).requests[0].continue_final_message is True
+
+
+def test_a_call_at_the_end_can_not_be_continued() -> None:
+    call = {"type": "tool_use", "id": "c", "name": "f", "input": {}}
+    error = refusal(messages=[*HELLO, {"role": "assistant", "content": [call]}])
+    assert (error.code, error.param) == (errors.Code.INVALID_REQUEST, "messages.1")

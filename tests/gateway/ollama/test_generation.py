@@ -297,3 +297,16 @@ def test_silence_is_a_line_without_text_and_an_error_is_a_line_too() -> None:
     error = errors.make_error(errors.Code.WORKER_LOST)
     (line,) = encoder.fail(generation.http_errors.from_error(error))
     assert json.loads(line) == {"error": error.message}
+
+
+@pytest.mark.parametrize(
+    ("last", "continues"),
+    [
+        ({"role": "assistant", "content": "The"}, True),
+        ({"role": "assistant", "content": ""}, None),
+        ({"role": "assistant", "content": "x", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}, None),
+        ({"role": "user", "content": "and?"}, None),
+    ],
+)
+def test_an_assistants_text_at_the_end_is_continued(last: dict[str, Any], continues: bool | None) -> None:
+    assert request_of(chat(messages=[*HELLO, last])).continue_final_message is continues

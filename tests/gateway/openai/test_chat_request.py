@@ -311,3 +311,51 @@ def test_a_session_is_named_by_a_field_or_a_header() -> None:
 def test_a_service_tier_is_a_priority_unless_there_is_one() -> None:
     assert [read(service_tier=tier).requests[0].priority for tier in ("auto", "priority", "flex")] == [None, -100, 100]
     assert read(service_tier="flex", priority=3).requests[0].priority == 3
+
+
+SAID = [*HELLO, {"role": "assistant", "content": "The"}]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"messages": SAID, "continue_final_message": True},
+        {"messages": SAID, "continue_final_message": True, "add_generation_prompt": False},
+        {"messages": [*HELLO, {**SAID[-1], "prefix": True}]},
+    ],
+    ids=["vLLM's", "vLLM's, whole", "Mistral's"],
+)
+def test_the_last_message_is_continued_if_the_body_asks_for_it(fields: dict[str, object]) -> None:
+    (request,) = read(**fields).requests
+    assert request.continue_final_message is True
+    assert request.messages is not None
+    assert request.messages[-1] == messages.ChatMessage(role="assistant", content="The")
+
+
+def test_without_that_the_answer_begins_a_message() -> None:
+    assert read(messages=SAID).requests[0].continue_final_message is None
+    assert read(messages=SAID, continue_final_message=False, add_generation_prompt=True).requests
+
+
+@pytest.mark.parametrize(
+    ("fields", "code", "param"),
+    [
+        ({"add_generation_prompt": False}, errors.Code.UNSUPPORTED, "add_generation_prompt"),
+        (
+            {"messages": SAID, "continue_final_message": True, "add_generation_prompt": True},
+            errors.Code.INVALID_REQUEST,
+            "add_generation_prompt",
+        ),
+        ({"continue_final_message": True}, errors.Code.INVALID_REQUEST, "messages[0].role"),
+        (
+            {"messages": [{**SAID[-1], "prefix": True}, *HELLO]},
+            errors.Code.INVALID_REQUEST,
+            "messages[0].prefix",
+        ),
+    ],
+)
+def test_only_the_last_message_is_continued_and_no_other_begun(
+    fields: dict[str, object], code: errors.Code, param: str
+) -> None:
+    error = refusal(**fields)
+    assert (error.code, error.param) == (code, param)

@@ -196,10 +196,10 @@ def test_marks_in_user_text_come_out_as_they_went_in(character: str) -> None:
     assert render(CHATML, content=content) == [1, f"user\n{content}\n", 2, "\n", 1, "assistant\n"]
 
 
-def test_two_hieroglyphs_must_be_left_to_mark_with() -> None:
-    content = "<s>".join(HIEROGLYPHS[:-2])
+def test_three_hieroglyphs_must_be_left_to_mark_with() -> None:
+    content = "<s>".join(HIEROGLYPHS[:-3])
     assert render("{{ messages[0].content }}", content=content) == [content]
-    more = "".join(HIEROGLYPHS[:-1])
+    more = "".join(HIEROGLYPHS[:-2])
     assert "hieroglyph" in refusal("{{ messages[0].content }}", content=more).message
     refusal("{{ messages[0].content }}", content=content, arguments={"extra": [{HIEROGLYPHS[-1]: 1}]})
 
@@ -473,3 +473,43 @@ def test_a_template_may_ask_for_tools_and_time_by_firefunction_s_names() -> None
     (text,) = template.render([ChatMessage(role="user", content="hi")], None, [TOOL])
     assert str(text).startswith('[\n    {\n        "name": "f"')
     assert str(text).endswith("] 20")
+
+
+# Messages that are continued
+
+
+def continued(source: str, content: str | list[ContentPart], **fields: Any) -> list[str | int]:
+    said = [ChatMessage(role="user", content="hi"), ChatMessage(role="assistant", content=content, **fields)]
+    return ChatTemplate(source, SPECIAL, "<s>", "</s>").render(said, continues=True)
+
+
+TRIMMING = CHATML.replace("message.content", "message.content | trim")
+
+
+@pytest.mark.parametrize("source", [CHATML, TRIMMING], ids=["as it is", "trimmed"])
+@pytest.mark.parametrize("text", ["The", "The ", "a\n\n", "<|im_end|>", "ends like <|im", "\U00013000 \U00013002"])
+def test_a_prompt_that_is_continued_ends_with_the_text_of_the_last_message(source: str, text: str) -> None:
+    pieces = continued(source, text)
+    assert ids_in(pieces) == [1, 2, 1]
+    assert text_of(pieces).endswith(f"assistant\n{text}")
+
+
+def test_text_parts_are_continued_like_their_text() -> None:
+    parts = [ContentPart(type="text", text="The "), ContentPart(type="text", text="end")]
+    assert continued(CHATML, parts) == continued(CHATML, "The end")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for message in messages[:-1] %}{{ message.content }}{% endfor %}",
+        "{% for message in messages + messages %}{{ message.content }}{% endfor %}",
+        "{% for message in messages %}{{ message.content[-3:] }}{% endfor %}",
+        "{% for message in messages %}{{ message.content | upper }}{% endfor %}",
+    ],
+    ids=["left out", "twice", "truncated", "changed"],
+)
+def test_a_template_that_does_not_write_the_last_message_as_it_is_cant_continue_it(source: str) -> None:
+    with pytest.raises(errors.RequestError) as caught:
+        continued(source, "some text")
+    assert (caught.value.error.code, caught.value.error.param) == (errors.Code.UNSUPPORTED, "continue_final_message")

@@ -150,6 +150,12 @@ PUBLIC: list[tuple[str, messages.Message]] = [
         ),
     ),
     ("a gap", messages.GenerateRequest(prompt="def f(", suffix="return x")),
+    (
+        "a message to continue",
+        messages.GenerateRequest(
+            messages=[messages.ChatMessage(role="assistant", content="The")], continue_final_message=True
+        ),
+    ),
     ("token ids", messages.GenerateRequest(token_ids=[0, 1, 4_294_967_295], stop="x")),
     (
         "a head",
@@ -528,6 +534,12 @@ INTERNAL: list[tuple[str, messages.Message]] = [
         ),
     ),
     ("a gap", internal.Tokenize(text="def f(", suffix="return x")),
+    (
+        "a message to continue",
+        internal.Tokenize(
+            messages=[messages.ChatMessage(role="assistant", content="The")], continue_final_message=True
+        ),
+    ),
     ("without BOS", internal.Tokenize(text="Hello", add_special_tokens=False)),
     ("token ids", internal.TokenizeResult(token_ids=block_hash.pack_token_ids([1, 2]))),
     ("an error", internal.TokenizeResult(error=ERROR)),

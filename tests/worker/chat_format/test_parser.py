@@ -7,6 +7,7 @@ import json
 import pytest
 
 from tests.support.answers import ORDINARY, Answer, known, read
+from tokenbus.worker.chat_format.chat_rules import ChatRules
 from tokenbus.worker.chat_format.parsing import deltas
 from tokenbus.worker.chat_format.parsing.markers import MAX_WHITESPACE, Rules
 from tokenbus.worker.chat_format.parsing.parser import AnswerParser
@@ -475,3 +476,12 @@ def test_two_requests_have_different_ids() -> None:
     assert isinstance(first, deltas.CallBegin)
     assert isinstance(second, deltas.CallBegin)
     assert first.id != second.id
+
+
+@pytest.mark.parametrize("name", ["hermes", "llama-3", "gpt-oss", "kimi-k3", "glm-lines"])
+def test_an_answer_that_continues_a_text_has_all_of_what_is_new(name: str) -> None:
+    form = known(name)
+    prompt = ChatRules(form, []).continued_prompt()
+    parser = AnswerParser(Rules(form), tools={"f": {}}, key="", generation_prompt=prompt, continues=True)
+    text = '\n {"name": "f", "parameters": {}}'
+    assert parser.feed_text(text) + parser.finish(cut_off=False) == [deltas.Content(text)]

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.answers import known
 from tests.support.tiny_vocabulary import compiler
 from tests.worker.engine_client.test_parsed_generation import CALL, FORMAT, HELLO, PIECES, RULES, TURN
 from tokenbus.protocol.wire import codec, errors, internal, messages
@@ -175,3 +176,19 @@ def test_a_response_format_is_about_the_answer_without_calls() -> None:
     content = next(line for line in source.source.splitlines() if line.startswith("content:"))
     assert content.startswith("content: %json")
     assert "| <[1]>" in content
+
+
+def test_an_answer_that_continues_a_text_does_not_reason_and_its_constraint_is_about_the_rest() -> None:
+    found = rules_for([TURN, HELLO], THINKING, continue_final_message=True, regex="a")
+    assert found.constraint == to_constraint(GenerationParams(regex="a"))
+    assert found.parsing is not None
+    assert found.parsing.continues
+    assert not THINKING.begins_in_reasoning(found.parsing.generation_prompt or "")
+
+
+def test_a_call_may_follow_a_continued_text_only_where_it_has_a_marker() -> None:
+    found = rules_for([TURN, HELLO], continue_final_message=True, tools=TOOLS).constraint
+    assert found is not None
+    assert "call_0" in found.source
+    bare = ChatRules(known("llama-3"), PIECES)
+    assert rules_for([TURN, HELLO], bare, continue_final_message=True, tools=TOOLS).constraint is None

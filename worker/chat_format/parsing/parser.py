@@ -88,12 +88,15 @@ class AnswerParser:
         tools: Tools | None,
         key: str,
         generation_prompt: str | None = None,
+        continues: bool = False,
         hold_calls: bool = False,
     ) -> None:
         """`tools` has the parameters of each tool by name; None: calls are not looked for. `key` determines the ids of
         calls written without one, so that the same answer always gets the same ids. `generation_prompt` is the part of
-        this answer that the prompt already contains, such as `<think>\\n`; None: the default."""
+        this answer that the prompt already contains, such as `<think>\\n`; None: the default. `continues`: so is
+        the beginning of its text, and what counts only at the beginning is text."""
         self._rules = rules
+        self._continues = continues
         self._tools = tools or {}
         self._calls = rules.calls if tools is not None else None
         form = rules.form
@@ -166,7 +169,7 @@ class AnswerParser:
         cursor.append("")
         self._output.forget()
         self._back.restart()
-        self._text.is_first, self._text.after_marker = True, False
+        self._text.is_first, self._text.after_marker = not self._continues, False
 
     def _read(self) -> list[deltas.Delta]:
         while self._state():

@@ -21,6 +21,7 @@ from tokenbus.worker.engine.constraints.compiler import ModelTokens, PartEncoder
 _FEATURES = (
     "generate",
     "chat",
+    "continue_final_message",
     "stop",
     "seed",
     "return_token_ids",
@@ -73,7 +74,11 @@ def with_sampler(
     without which a constrained output could not end, `fim` whether it can fill in the middle, `lora` whether the
     engine can load adapters, `caches` whether it reuses prefixes, and `closes_reasoning` whether it can close
     reasoning."""
-    missing = [*([] if chat else ["chat"]), *([] if fim else ["fim"]), *([] if ends else _CONSTRAINED)]
+    missing = [
+        *([] if chat else ["chat", "continue_final_message"]),
+        *([] if fim else ["fim"]),
+        *([] if ends else _CONSTRAINED),
+    ]
     missing += [] if caches else ["cache_control"]
     found = (*_FEATURES, "lora") if lora else _FEATURES
     added = ("reasoning_budget",) if closes_reasoning else ()

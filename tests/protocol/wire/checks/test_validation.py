@@ -418,6 +418,7 @@ def test_everything_that_was_asked_goes_on_to_the_worker() -> None:
         "tools": [{"type": "function", "function": {"name": "f"}}],
         "tool_choice": "required",
         "parallel_tool_calls": False,
+        "continue_final_message": True,
         "parse_output": False,
         "reasoning": ReasoningOptions(max_tokens=5),
     }
@@ -678,3 +679,35 @@ def test_adapters_beyond_their_limits_are_refused(lora: list[Lora], param: str) 
 
 def test_adapters_at_their_limits_are_allowed() -> None:
     validation.check_request(make(lora=[Lora(name=f"a{number}", scale=number * 4 / 3) for number in range(4)]))
+
+
+SAID = ChatMessage(role="assistant", content="The")
+
+
+def test_the_text_of_an_assistants_last_message_is_continued() -> None:
+    asked = make(messages=[*USER, SAID], continue_final_message=True, tool_choice="auto")
+    validation.check_request(asked)
+    assert RequiredFeature("continue_final_message", "continue_final_message") in list(
+        validation.required_features(asked)
+    )
+    assert validation.needed_feature(asked) == "continue_final_message"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({}, "continue_final_message"),
+        ({"messages": USER}, "messages[0].role"),
+        ({"messages": [SAID, *USER]}, "messages[1].role"),
+        ({"messages": [ChatMessage(role="assistant", content="")]}, "messages[0].content"),
+        ({"messages": [ChatMessage(role="assistant", content="", reasoning_content="hm")]}, "messages[0].content"),
+        (
+            {"messages": [ChatMessage(role="assistant", content="x", tool_calls=[{"function": {"name": "f"}}])]},
+            "messages[0].tool_calls",
+        ),
+        ({"messages": [SAID], "tools": [tool()], "tool_choice": "required"}, "tool_choice"),
+    ],
+)
+def test_nothing_else_is_continued(fields: dict[str, object], param: str) -> None:
+    error = refusal(make(**fields, continue_final_message=True))
+    assert (error.code, error.param) == (Code.INVALID_REQUEST, param)
