@@ -16,6 +16,10 @@ _STOP_S = 3.0
 """Time for the last cancels to reach the broker. The thread is a daemon: it never keeps a process alive."""
 
 
+class NoLoopError(RuntimeError):
+    """The thread has ended, or is not in this process."""
+
+
 class LoopThread:
     """Runs coroutines for other threads, any number of them at the same time."""
 
@@ -46,21 +50,18 @@ class LoopThread:
             raise
         return thread
 
-    @property
-    def is_running(self) -> bool:
-        return self._takes_work and self._thread.is_alive()  # in a process that was forked it is not
-
     def run(self, work: Coroutine[Any, Any, ResultT], timeout_s: float | None = None) -> ResultT:
         """Returns the result of a coroutine. It is cancelled if the caller is interrupted, and after `timeout_s`.
 
-        Raises what it raises, TimeoutError, and RuntimeError in a process that was forked from the thread's own."""
+        Raises what it raises, TimeoutError, and NoLoopError after the end of the thread and in a process that was
+        forked from the thread's own."""
         if os.getpid() != self._pid:
             work.close()
-            raise RuntimeError("this client belongs to the process that forked this one: make one in each process")
+            raise NoLoopError("this client belongs to the process that forked this one: make one in each process")
         with self._giving_work:
             if self._loop is None or not self._takes_work:
                 work.close()
-                raise RuntimeError("this client is closed")
+                raise NoLoopError("this client is closed")
             running = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return running.result(timeout_s)

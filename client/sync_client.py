@@ -1,5 +1,6 @@
 """The client for programs without an event loop: each method waits for that of `Client`, in a thread of its own."""
 
+import contextlib
 import threading
 import weakref
 from collections import deque
@@ -10,7 +11,7 @@ from typing import Self, Unpack
 from tokenbus.client.answer import Answer, AnswerChunk
 from tokenbus.client.client import Client
 from tokenbus.client.connecting import ConnectOptions
-from tokenbus.client.loop_thread import LoopThread
+from tokenbus.client.loop_thread import LoopThread, NoLoopError
 from tokenbus.client.replies import Embeddings, PromptTokens, Ranking, ServedModelInfo
 from tokenbus.client.stream import Stream, read_ready
 from tokenbus.client.wire.request_fields import (
@@ -36,7 +37,7 @@ class SyncStream:
         """Chunks that came together with an earlier one."""
 
     def __repr__(self) -> str:
-        return repr(self._stream).replace("Stream", "SyncStream")
+        return repr(self._stream).replace("Stream", "SyncStream", 1)
 
     @property
     def request_id(self) -> str:
@@ -46,9 +47,10 @@ class SyncStream:
     @property
     def so_far(self) -> Answer:
         """The answer as far as it has arrived."""
-        if self._thread.is_running:  # there it is not written at the same time
-            return self._thread.call(lambda: self._stream.so_far)
-        return self._stream.so_far
+        try:
+            return self._thread.call(lambda: self._stream.so_far)  # there it is not written at the same time
+        except NoLoopError:
+            return self._stream.so_far
 
     def __iter__(self) -> Self:
         return self
@@ -73,7 +75,7 @@ class SyncStream:
 
     def close(self) -> None:
         """Ends the stream and cancels the request, unless it has ended. Idempotent."""
-        if self._thread.is_running:  # else the client was closed, and its streams with it
+        with contextlib.suppress(NoLoopError):  # the client was closed, and its streams with it
             self._thread.run(self._stream.aclose())
 
     def cancel(self) -> None:
@@ -140,8 +142,9 @@ class SyncClient:
 
         Pass `prompt`, `messages` or `token_ids`, and any other field of the request; docs/wire.md says what they mean.
         Raises InvalidRequestError for an unknown field or a value of a wrong type. The stream raises all others."""
-        stream = self._open.call(lambda: self._client.generate(model, headers=headers, resume=resume, **fields))
-        return SyncStream(stream, self, self._open)
+        thread = self._open
+        stream = thread.call(lambda: self._client.generate(model, headers=headers, resume=resume, **fields))
+        return SyncStream(stream, self, thread)
 
     def embed(self, model: str | None = None, **fields: Unpack[EmbedFields]) -> Embeddings:
         """Returns a vector for each `input`: one text, or a list of texts or lists of token ids."""
