@@ -210,7 +210,7 @@ async def test_a_worker_that_cannot_serve_its_model_says_why_in_one_line(system:
     system.worker("missing", model=Path("/nowhere/model.gguf"))
     assert await system.wait("missing") == 1
     assert system.text_log("missing").splitlines()[-1] == (
-        "tokenbus: /nowhere/model.gguf: there is no such file; name a GGUF file"
+        "tokenbus: /nowhere/model.gguf: there is no such file; name a GGUF file, or a model on the Hub as org/repo"
     )
 
 

@@ -121,7 +121,9 @@ def _read(path: Path, parse: Callable[["_Reader"], ReadT]) -> ReadT:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _parse(path, data, parse)
     except FileNotFoundError as error:
-        raise ModelError(f"{path}: there is no such file; name a GGUF file") from error
+        raise ModelError(
+            f"{path}: there is no such file; name a GGUF file, or a model on the Hub as org/repo"
+        ) from error
     except IsADirectoryError as error:
         raise ModelError(f"{path}: is a directory; name a GGUF file") from error
     except OSError as error:

@@ -177,7 +177,7 @@ def test_an_empty_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_missing_file_is_refused_with_what_to_name(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="there is no such file; name a GGUF file") as caught:
+    with pytest.raises(ModelError, match="no such file; name a GGUF file, or a model on the Hub as org/repo") as caught:
         gguf_metadata.read(tmp_path / "absent.gguf")
     assert str(tmp_path / "absent.gguf") in str(caught.value)
 
