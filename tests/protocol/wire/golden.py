@@ -286,6 +286,7 @@ PUBLIC: list[tuple[str, messages.Message]] = [
     ("told", messages.CacheReply(id="h-1", model="m")),
     ("an error", messages.CacheReply(id="h-1", error=ERROR)),
     ("a text", messages.TokenizeRequest(prompt="Hello")),
+    ("the tokenizer", messages.TokenizeRequest(prompt="", return_tokenizer=True)),
     (
         "everything",
         messages.TokenizeRequest(
