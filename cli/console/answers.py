@@ -3,7 +3,7 @@
 import argparse
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import msgspec
 
@@ -15,6 +15,10 @@ from tokenbus.protocol.wire import errors, messages
 from tokenbus.protocol.wire.reasoning import EFFORTS
 
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
+_PICTURES = 0x2400
+"""Unicode has a picture of each control character from here on: ␛ for ESC."""
+_SHOWN = {code: _PICTURES + code for code in range(0x20) if chr(code) not in "\n\t"}
+_SHOWN |= {0x7F: 0x2421} | dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
 
 
 def add_form_flags(parser: Parser) -> None:
@@ -78,7 +82,7 @@ async def print_stream(stream: ChunkStream) -> tuple[messages.Chunk, Answer]:
             reasoning.print(chunk.reasoning)
         if chunk.text:
             reasoning.end()
-            sys.stdout.write(chunk.text)
+            sys.stdout.write(shown(chunk.text, sys.stdout))
             sys.stdout.flush()
     reasoning.end()
     answer = builder.build()
@@ -98,6 +102,12 @@ async def print_stream(stream: ChunkStream) -> tuple[messages.Chunk, Answer]:
     return chunk, answer
 
 
+def shown(text: str, out: TextIO) -> str:
+    """Returns the text as it is written to `out`: a terminal gets pictures of control characters, which could move its
+    cursor, write to its clipboard or retitle it. An answer may contain what someone else has written."""
+    return text.translate(_SHOWN) if out.isatty() else text
+
+
 class _Reasoning:
     """Prints reasoning on standard error, dimmed if that is a terminal."""
 
@@ -106,6 +116,7 @@ class _Reasoning:
         self._marks = (_DIM, _PLAIN) if sys.stderr.isatty() else ("", "")
 
     def print(self, text: str) -> None:
+        text = shown(text, sys.stderr)
         print(text if self._is_open else f"{self._marks[0]}{text}", end="", file=sys.stderr, flush=True)
         self._is_open = True
 
