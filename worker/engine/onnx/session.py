@@ -106,6 +106,10 @@ class Binding:
         self._kept[name] = array
         self._io_binding.bind_output(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
 
+    def has_bound(self, name: str) -> bool:
+        """Whether an input or output in host memory was bound before."""
+        return name in self._kept
+
     def bind_device_input(self, name: str, address: int, shape: tuple[int, ...], dtype: "np.dtype[Any]") -> None:
         """Binds an input in the device's memory."""
         self._io_binding.bind_input(name, self._device.kind, self._device.number, dtype.type, shape, address)
@@ -246,7 +250,8 @@ class GraphRunner:
         rows, count = ids.shape
         shape = (rows, max(1, num_logits) if self._last_logits_only else count, self._vocab_size)
         logits: Array = np.empty(shape, graph.logits_dtype)
-        if num_logits:
+        # An output stays bound, with its shape; one that was never bound is not computed.
+        if num_logits or binding.has_bound(graph.logits):
             binding.bind_output(graph.logits, logits)
         binding.run()
         last: Array = logits[:, shape[1] - num_logits :].reshape(rows * num_logits, self._vocab_size)
