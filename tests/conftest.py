@@ -4,6 +4,7 @@ import atexit
 import gc
 import os
 import shutil
+import signal
 import tempfile
 import unittest
 from collections.abc import Iterator
@@ -29,6 +30,11 @@ QUICK_SHARE = 4
 QUICK_LEAST = 10
 
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else every process of every system here compiles each module again
+
+# In the background of a shell or below nohup these are ignored, and so they would be by what tests start.
+for _number, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, _handler)
 
 # Systems of several tests run at a time, and engines that share a core only wait for each other's threads.
 os.environ.setdefault("TOKENBUS_THREADS", "1")

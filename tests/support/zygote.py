@@ -230,6 +230,8 @@ def _serve(control: socket.socket) -> Request:
     """Forks processes until the parent closes the control socket. Returns in each of them."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # a signal to a whole group is for the others
+    # One that reaches a forked process before it has handlers of its own waits until it has: ignored, it would be lost.
+    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
     while True:
         data, fds, _, _ = socket.recv_fds(control, _MAX_REQUEST_BYTES, _MAX_FDS)
         if not data:

@@ -196,7 +196,7 @@ def test_cpu_time_is_counted_over_all_its_processes(renderers: list[Renderer]) -
     with pytest.raises(errors.RequestError):
         of.render(said("greed"), None)
     used_s = of.cpu_s
-    assert used_s >= 0.5
+    assert used_s >= 0.4  # the kernel counts in ticks
     of.render(said("hello"), None)
     assert of.cpu_s > used_s
 

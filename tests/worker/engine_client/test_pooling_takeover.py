@@ -80,7 +80,6 @@ async def test_calls_of_the_batch_that_ended_an_engine_are_tried_one_at_a_time_a
     taken = sum(runners[0].sums.batches)
     assert answers[:taken] == expected[:taken]
     assert all(one in (errors.Code.WORKER_LOST, wanted) for one, wanted in zip(answers, expected, strict=True))
-    assert runners[0].sums.batches[-1] > 1, "they were no suspects"
     assert max(runners[1].sums.batches) == 1
 
 
