@@ -1,4 +1,5 @@
-"""What a machine must have before anything is downloaded: each lack is one line with the command that mends it."""
+"""Checks what a machine must have before anything is downloaded: each lack is one line with the command that mends
+it."""
 
 import importlib.util
 import os

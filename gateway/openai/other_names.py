@@ -193,13 +193,24 @@ class _Constraint(NamedTuple):
     value: Any
 
 
-def constraint(body: OtherNames) -> tuple[dict[str, Any], dict[str, str]]:
-    """Returns the wire's field for a constraint that has one of the other names, and the name by which errors call it.
+class Translated(NamedTuple):
+    """The wire's fields that a body sets under other names."""
 
-    Raises RequestError for several."""
+    fields: dict[str, Any]
+    names: dict[str, str]
+    """The names by which errors call them."""
+
+
+def translated(body: OtherNames) -> Translated:
+    """Raises RequestError for several constraints, and for a field that has two names with different values."""
+    constraint, numbers = _constraint(body), _numbers(body)
+    return Translated(constraint.fields | numbers.fields, constraint.names | numbers.names)
+
+
+def _constraint(body: OtherNames) -> Translated:
     found = [one for one in _constraints(body) if one.value is not None]
     if not found:
-        return {}, {}
+        return Translated({}, {})
     if len(found) > 1:
         raise errors.invalid_field(
             found[1].place, f"can't be combined with {found[0].place}: one constraint is allowed"
@@ -207,7 +218,7 @@ def constraint(body: OtherNames) -> tuple[dict[str, Any], dict[str, str]]:
     place, field, value = found[0]
     if getattr(body, field) is not None:
         raise errors.invalid_field(place, f"is another name of {field}: give one of them")
-    return {field: value}, {field: place, f"{field}.json_schema.schema": place}
+    return Translated({field: value}, {field: place, f"{field}.json_schema.schema": place})
 
 
 def _constraints(body: OtherNames) -> Iterator[_Constraint]:
@@ -253,10 +264,7 @@ _NEWER_NAMES = {"max_tokens": ("max_completion_tokens",)}
 """OpenAI's own newer names, which not all endpoints have."""
 
 
-def aliases(body: OtherNames) -> tuple[dict[str, Any], dict[str, str]]:
-    """Returns the wire's fields for numbers that have one of the other names, and the names by which errors call them.
-
-    Raises RequestError if a body has both names with different values."""
+def _numbers(body: OtherNames) -> Translated:
     fields: dict[str, Any] = {}
     names: dict[str, str] = {}
     for name, field in _ALIASES.items():
@@ -270,4 +278,4 @@ def aliases(body: OtherNames) -> tuple[dict[str, Any], dict[str, str]]:
             if own not in (None, given):
                 raise errors.invalid_field(name, f"is another name of {rival}, which is {own}")
         fields[field], names[field] = given, name
-    return fields, names
+    return Translated(fields, names)

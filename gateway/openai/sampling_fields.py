@@ -47,7 +47,7 @@ class SamplingFields(OtherNames, frozen=True, kw_only=True):
 
     @property
     def renamed(self) -> dict[str, str]:
-        return super().renamed | other_names.constraint(self)[1] | other_names.aliases(self)[1]
+        return super().renamed | other_names.translated(self).names
 
     @property
     def stream_form(self) -> StreamForm:
@@ -68,4 +68,4 @@ class SamplingFields(OtherNames, frozen=True, kw_only=True):
             "prompt_logprobs": self.prompt_logprobs,
             "return_progress": form.shows_progress or form.continuous_usage or None,
         }
-        return super().to_wire(session) | own | other_names.constraint(self)[0] | other_names.aliases(self)[0]
+        return super().to_wire(session) | own | other_names.translated(self).fields

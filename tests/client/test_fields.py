@@ -57,7 +57,7 @@ ABSENT = (type(None), msgspec.UnsetType)
 
 
 def shape(hint: Any) -> Any:
-    """What values a type allows, whether it is one of a message or of a keyword."""
+    """The values that a type allows, whether it is one of a message or of a keyword."""
     hint = typing.get_args(hint)[0] if typing.get_origin(hint) in (typing.Required, typing.Annotated) else hint
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):

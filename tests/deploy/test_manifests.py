@@ -51,7 +51,7 @@ def pods() -> list[dict[str, Any]]:
 
 
 def built(folder: str) -> list[dict[str, Any]]:
-    """What `kubectl apply -k` would apply."""
+    """Returns the objects that `kubectl apply -k` would apply."""
     if shutil.which("kubectl") is None:
         pytest.skip("kubectl is not on the PATH")
     words = ["kubectl", "kustomize", str(KUBERNETES / folder)]

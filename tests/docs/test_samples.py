@@ -1,4 +1,4 @@
-"""What the documentation shows of commands has the lines and columns that they print."""
+"""The samples of commands in the documentation have the lines and columns that they print."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""What every store of records keeps, and for how long: in memory, and in a bucket of a real broker."""
+"""Every store of records keeps them as long as it says: in memory, and in a bucket of a real broker."""
 
 import asyncio
 import itertools
