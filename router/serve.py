@@ -21,6 +21,7 @@ from tokenbus.protocol.process import signals
 from tokenbus.protocol.telemetry import metrics, status, tracing
 from tokenbus.protocol.wire import subjects
 from tokenbus.router.fleet.fleet import Fleet
+from tokenbus.router.placement.placement import OwnSite
 from tokenbus.router.placement.policies import make_policies
 from tokenbus.router.requests.attempts import Attempts
 from tokenbus.router.requests.calls.cache_hints import CacheHints
@@ -65,7 +66,8 @@ class Router:
         tracer: tracing.Tracer,
     ) -> None:
         self.metrics = RouterMetrics()
-        self.fleet = Fleet(time.monotonic(), settings.expected_models)
+        own_site = OwnSite(settings.site, settings.site_cost_s)
+        self.fleet = Fleet(time.monotonic(), settings.expected_models, own_site)
         self.flights = Flights(settings.max_flights, settings.max_prompt_bytes)
         self._bus = bus
         self._replies = ReplySender(bus)

@@ -28,6 +28,10 @@ class RouterSettings:
     """At 0 the cheapest worker is always chosen. The higher it is, the more often costlier ones are."""
     min_remote_prefill_tokens: int = MIN_REMOTE_PREFILL_TOKENS
     """Fewest missing tokens for which a worker of the role `prefill` may compute a prompt; 0: none ever does."""
+    site: str = ""
+    """The name of the place where it runs; if empty, all workers count as near."""
+    site_cost_s: float = 0.25
+    """Seconds by which a worker of another site counts as slower: it gets a request if those here take longer."""
     queue: QueueSettings = dataclasses.field(default_factory=QueueSettings)
     """Limits of the requests that wait while every worker is busy."""
     inbox_prefixes: tuple[str, ...] = subjects.DEFAULT_INBOX_PREFIXES

@@ -50,6 +50,8 @@ def add_flags(parser: Parser) -> None:
     flag("--temperature", real(0), "above 0, sometimes choose a worker that costs more", reloads=True)
     remote = "fewest missing tokens for which a prefill worker may compute a prompt; 0: none ever does"
     flag("--remote-prefill-tokens", COUNT, remote, MIN_REMOTE_PREFILL_TOKENS)
+    flag("--site", NAME, "place where it runs: workers of other sites cost more", unset="all cost the same")
+    flag("--site-cost-s", SECONDS, "time by which a worker of another site counts as slower")
     flag = parser.group("limits", RouterSettings)
     limits = "limits of each tenant at this router: open requests, requests and tokens per minute; 0: no limit"
     flag("--tenant-limit", _LIMITS, limits, TenantLimits(), reloads=True)

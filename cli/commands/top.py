@@ -24,7 +24,7 @@ from tokenbus.protocol.wire import codec, errors, messages, subjects
 
 _COLUMNS_BY_PRIORITY = (
     *("worker", "state", "run", "tok/s", "wait", "KV used", "hits", "model", "cached", "prefill"),
-    *("memory", "free", "copies", "kept", "fetched", "KV held", "role", "up", "step ms", "events", "expected"),
+    *("memory", "free", "copies", "kept", "fetched", "KV held", "role", "site", "up", "step ms", "events", "expected"),
     "indexed",
 )
 """Columns in the order in which they are kept when the terminal is too narrow for all."""
@@ -99,6 +99,7 @@ class Row(NamedTuple):
     """Requests that can run now, if it shares KV memory with other workers; else 0."""
     kv_pool_bytes: int = 0
     """The bytes of that memory that it holds."""
+    site: str = ""
 
 
 class Rates:
@@ -135,6 +136,7 @@ def rows_of(reply: messages.ModelsReply, rates: FleetRates, now: float) -> list[
                     model=served.model,
                     state="ejected" if watched is not None and watched.ejected else card.shown_state,
                     role=card.role,
+                    site=card.site,
                     running=load.running,
                     max_num_seqs=card.max_num_seqs,
                     waiting=load.waiting,
@@ -182,6 +184,7 @@ def _cells(row: Row) -> dict[str, str]:
         "model": row.model,
         "state": row.state,
         "role": row.role,
+        "site": row.site,
         "run": f"{row.running}/{row.max_running or row.max_num_seqs}",
         "wait": str(row.waiting),
         "prefill": str(row.queued_prefill_tokens),
@@ -272,8 +275,9 @@ def _caption(rows: list[Row], router: messages.RouterStats | None) -> Iterator[s
         yield f"adapters of {model}: {', '.join(names)}"
     if router is None:
         return
+    at = f" at {router.site}" if router.site else ""
     yield (
-        f"router {router.router_id}: {router.decisions} placed, {router.decisions_per_s:.1f} a second "
+        f"router {router.router_id}{at}: {router.decisions} placed, {router.decisions_per_s:.1f} a second "
         f"in {router.decision_p50_us:.0f} µs (p99 {router.decision_p99_us:.0f}), "
         f"{router.waiting} wait here, {router.continued} continued elsewhere; {router.indexed_blocks} blocks indexed; "
         f"cached {router.predicted_hit_rate:.0%} expected, {router.hit_rate:.0%} real, "

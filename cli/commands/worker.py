@@ -98,6 +98,7 @@ def _add_model_flags(parser: Parser, *, is_required: bool) -> None:
     role = "prefill computes prompts for others, decode leaves long prompts to those"
     flag("--role --disaggregation-mode", one_of(*messages.WorkerRole), role)
     flag("--worker-id", NAME, "stable name of this worker; replicas add -1, -2, ...", unset="host and process id")
+    flag("--site", NAME, "place where it runs; routers of the same site prefer it", unset="no place")
     flag("--replicas", whole(1, 64), "replicas of each model, sharing its weights", 1)
     flag = parser.group("LoRA adapters")
     flag("--lora --lora-modules", _ADAPTER, "an adapter, GGUF or PEFT folder (ONNX), for all tenants or for these", [])

@@ -190,6 +190,13 @@ _FLEET = (
         (Query(rate(f"{_P}_remote_prefills_total", MODEL_ROUTER_FILTER, "model"), "{{model}}"),),
     ),
     Panel(
+        "Requests for workers of other sites",
+        "Placements per second at a worker whose `--site` is not the router's. Many mean that the workers here "
+        "are busier than a way to another site is long (`--site-cost-s`), or that there are none for the model.",
+        "ops",
+        (Query(rate(f"{_P}_distant_placements_total", MODEL_ROUTER_FILTER, "model"), "{{model}}"),),
+    ),
+    Panel(
         "How fast KV blocks move between workers",
         "Measured by fetches, 60 MB/s before the first. If it falls so low that computing is about as fast, routers "
         "let workers compute instead, and try one fetch per minute.",

@@ -231,6 +231,9 @@ class Card(Message, frozen=True, kw_only=True, omit_defaults=True):
     """The share of the work that it gets. `both`: prompts and completions. `prefill`: prompts of others, and
     requests of its own only where no other worker can take them. `decode`: its long prompts are computed by workers of
     the role `prefill`, where any has time."""
+    site: str = ""
+    """The place where it runs, as its operator names it. Routers prefer workers of their own site, and workers fetch KV
+    blocks only from those of theirs; absent where it was given none."""
     loadable: bool = False
     """The model is not loaded, or is being unloaded, and a `load` without a `model` loads it. Meanwhile its state is
     `draining`, and it takes no requests. Until first loaded, it has no features, and its numbers are estimates."""
@@ -286,6 +289,8 @@ class RouterStats(msgspec.Struct, frozen=True, kw_only=True):
 
     router_id: str
     """Its name in logs."""
+    site: str = ""
+    """The place where it runs, as its operator names it; empty if it was given none."""
     decisions: int
     """Requests that it has placed."""
     decisions_per_s: float

@@ -177,6 +177,8 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     """State of the worker."""
     fetch_blocks: int = 0
     """The part of `prefill_blocks` that it would fetch from another worker instead."""
+    site: str = ""
+    """Its site; empty if it was given none."""
 
 
 class RoutingReport(msgspec.Struct, frozen=True, kw_only=True):

@@ -20,7 +20,7 @@ from tokenbus.protocol.wire import codec, internal, limits, messages
 from tokenbus.protocol.wire.subjects import WorkerAddress, epoch_sort_key
 from tokenbus.router.fleet.stats import DecisionStats
 from tokenbus.router.placement.model_workers import ModelWorkers
-from tokenbus.router.placement.placement import NoWorker, Placement, PlacementOptions, PlacementRequest
+from tokenbus.router.placement.placement import NoWorker, OwnSite, Placement, PlacementOptions, PlacementRequest
 from tokenbus.router.placement.policies import Policy
 from tokenbus.router.workers.event_log import AppliedSnapshot
 from tokenbus.router.workers.request_owners import RequestOwners
@@ -71,9 +71,10 @@ class FleetUpdate(NamedTuple):
 class Fleet:
     """Everything that one router knows about its workers."""
 
-    def __init__(self, began_at: float, expected_models: tuple[str, ...] = ()) -> None:
+    def __init__(self, began_at: float, expected_models: tuple[str, ...] = (), own_site: OwnSite | None = None) -> None:
         """`expected_models` count as known before any worker has served them."""
         self._began_at = began_at
+        self._own_site = own_site or OwnSite()
         self._workers: dict[WorkerAddress, Worker] = {}
         self._models: dict[str, ModelWorkers] = {}
         """The workers of each model that has any."""
@@ -279,6 +280,10 @@ class Fleet:
 
     # Lookups
 
+    def is_distant(self, worker: Worker) -> bool:
+        """Whether a worker says that it runs at another site than this router."""
+        return self._own_site.is_other(worker.card)
+
     def find_worker(self, address: WorkerAddress) -> Worker | None:
         return self._workers.get(address)
 
@@ -323,7 +328,9 @@ class Fleet:
     def router_view(self, router_id: str, waiting: int, now: float) -> messages.RouterStats:
         """Returns this router's state as clients see it; `waiting` requests are in its queue."""
         num_blocks = sum(model.num_blocks for model in self._models.values())
-        return self.stats.report(router_id, self._workers.values(), self._refused.values(now), num_blocks, waiting, now)
+        workers, refused = self._workers.values(), self._refused.values(now)
+        stats = self.stats.report(router_id, workers, refused, num_blocks, waiting, now)
+        return codec.replace(stats, site=self._own_site.name)
 
     def check_integrity(self) -> None:
         assert len(self._workers) <= MAX_WORKERS
@@ -362,7 +369,7 @@ class Fleet:
 
     def _add(self, worker: Worker) -> None:
         self._workers[worker.card.address] = worker
-        self._models.setdefault(worker.card.model, ModelWorkers()).add_worker(worker)
+        self._models.setdefault(worker.card.model, ModelWorkers(self._own_site)).add_worker(worker)
 
     def _remove(self, worker: Worker) -> None:
         del self._workers[worker.card.address]
@@ -394,6 +401,8 @@ def _implausibility(card: messages.Card) -> str | None:
     """Returns why a card is implausible regardless of the model's other workers, or None if it is plausible."""
     if (size := len(codec.encode(card))) > _MAX_CARD_BYTES:
         return f"it has {size} bytes, more than {_MAX_CARD_BYTES}"
+    if len(card.site.encode()) > limits.MAX_NAME_BYTES:
+        return f"its site has more than {limits.MAX_NAME_BYTES} bytes"
     for name, least in _MIN_VALUES.items():
         number = getattr(card, name)
         if number is not None and not least <= number <= _MAX_VALUE:

@@ -28,6 +28,19 @@ class PlacementRequest(NamedTuple):
     """The expected tokens of its completion."""
 
 
+class OwnSite(NamedTuple):
+    """The site of the router that places: the place where it runs."""
+
+    name: str = ""
+    """If empty, all workers count as near."""
+    cost_s: float = 0.0
+    """Seconds by which a worker of another site counts as slower."""
+
+    def is_other(self, card: messages.Card) -> bool:
+        """Whether a worker says that it runs elsewhere."""
+        return bool(self.name and card.site) and card.site != self.name
+
+
 class PlacementOptions(NamedTuple):
     """Which workers may be chosen, and how."""
 
@@ -152,6 +165,7 @@ def explain(
             decode_blocks=int(view.used_blocks[number]),
             fetch_blocks=int(fetched_tokens[number] / block_size),
             state=worker.state,
+            site=worker.card.site,
         )
         candidates.append(candidate)
     return messages.RoutingReport(

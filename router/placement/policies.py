@@ -29,6 +29,9 @@ class View(NamedTuple):
     """1 for the worker that got the session's last request, else 0; None if there is no such worker."""
     fetchable: Fetchable | None
     """Tokens that the candidates could fetch from other workers; None if there are none."""
+    distance_tokens: Floats | None
+    """Prompt tokens that the fastest worker could compute in the time by which each counts as slower because it runs at
+    another site; None if all run at the router's own."""
     block_size: Floats
     """Tokens of a KV block; 0 if it has no blocks."""
     prefill_tokens: Floats
@@ -83,7 +86,8 @@ class KvAware:
       something else;
     - a fixed number for each request there, since each slows every step;
     - a larger number for each request that would have to wait, and for a full KV cache;
-    - the worker's utilization, which spreads requests that arrive one by one.
+    - the worker's utilization, which spreads requests that arrive one by one;
+    - the time that is lost on the way to another site.
 
     Slower workers cost more, and the worker of the session's last request a little less. docs/decisions/0026 explains
     the default weights."""
@@ -109,6 +113,8 @@ class KvAware:
         costs += min(self.utilization_tokens, _MAX_UTILIZATION_SHARE * view.prompt_tokens) * view.utilization
         if view.session is not None:
             costs -= self.session_tokens * view.session
+        if view.distance_tokens is not None:
+            costs += view.distance_tokens
         return costs
 
 

@@ -66,6 +66,9 @@ class RouterMetrics(MetricFamilies):
         self.remote_prefills = Counter(
             f"{_P}_remote_prefills", "Placements whose prompt another worker was to compute.", ("model",), models
         )
+        self.distant_placements = Counter(
+            f"{_P}_distant_placements", "Placements at a worker of another site.", ("model",), models
+        )
         self.transfer_rate = Gauge(
             f"{_P}_transfer_megabytes_per_second", "How fast KV blocks move between workers.", ("model",), models
         )
@@ -135,6 +138,7 @@ class RouterMetrics(MetricFamilies):
                 self.overlap_tokens,
                 self.fetch_tokens,
                 self.remote_prefills,
+                self.distant_placements,
                 self.lost_workers,
                 self.continued,
                 self.adopted,

@@ -43,6 +43,7 @@ class Announcer:
         model: str,
         worker_id: str,
         role: messages.WorkerRole = messages.WorkerRole.BOTH,
+        site: str = "",
     ) -> None:
         self._connection = connection
         self._names = names
@@ -52,6 +53,7 @@ class Announcer:
         self.model = model
         self.worker_id = worker_id
         self._role = role
+        self._site = site
         self.epoch = new_epoch()
         self.state = ReplicaState.STARTING
         self.serving: Serving | None = None
@@ -246,6 +248,7 @@ class Announcer:
             adapters=self.adapters(),
             embeddings=config.embeddings,
             role=self._role,
+            site=self._site,
             loadable=self.state.is_loadable,
         )
 

@@ -64,7 +64,7 @@ class Frontend:
         self._on_want = on_want
         self._bus = bus
         self._names = names
-        self.announcer = Announcer(bus, names, model, worker_id, settings.role)
+        self.announcer = Announcer(bus, names, model, worker_id, settings.role, settings.site)
         telemetry = StreamTelemetry(metrics, tracer, model, worker_id)
         self._outbox = Outbox(bus, self.announcer, telemetry)
         self.adapters = Adapters(self.announcer.publish_card)

@@ -28,6 +28,8 @@ class FrontendSettings:
     """A text written at the end of reasoning that is closed because its budget is spent; may be empty."""
     role: messages.WorkerRole = messages.WorkerRole.BOTH
     """The work it does: `prefill` computes prompts for others, `decode` leaves long ones to those, `both` does all."""
+    site: str = ""
+    """The name of the place where it runs; routers of the same place prefer it."""
     slow_wait_s: float = long_waits.FIRST_S
     """A stream that waits this long for its first token is logged, and again each time the wait doubles."""
     debug: bool = False

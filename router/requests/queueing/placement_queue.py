@@ -233,6 +233,7 @@ class PlacementQueue:
             self._metrics.overlap_tokens.labels(flight.model).inc(placement.overlap_tokens)
             self._metrics.fetch_tokens.labels(flight.model).inc(placement.fetch_tokens)
             self._metrics.remote_prefills.labels(flight.model).inc(placement.has_remote_prefill)
+            self._metrics.distant_placements.labels(flight.model).inc(self._fleet.is_distant(placement.worker))
         return placement
 
     def _bind_adapters(self, flight: Flight) -> None:

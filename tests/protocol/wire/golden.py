@@ -84,6 +84,7 @@ FULL_CARD = codec.replace(
     adapters=[messages.CardAdapter(name="style", digest="7bd09cb0", tenants=["acme"])],
     embeddings=messages.CardEmbeddings(dimensions=896, pooling="last", max_input_tokens=2_048),
     role=messages.WorkerRole.DECODE,
+    site="eu-1",
     loadable=True,
     load=LOAD,
 )

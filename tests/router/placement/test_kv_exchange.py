@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.router.builders import card, events, fleet_of, known, part, stored
-from tokenbus.protocol.wire import internal, messages
+from tokenbus.protocol.wire import codec, internal, messages
 from tokenbus.router.fleet.fleet import Fleet
 from tokenbus.router.placement.kv_exchange import FetchOffer, FetchPlanner, HolderCandidate
 from tokenbus.router.placement.placement import Placement, PlacementOptions, PlacementRequest
@@ -253,10 +253,17 @@ def test_later_fetches_change_the_rate_slowly() -> None:
     assert rate.mb_per_s == pytest.approx(54.0)
 
 
+def test_blocks_are_fetched_only_within_a_site() -> None:
+    found = fleet({"w0": 30, "w1": 0, "w2": 0}, site="here")
+    assert source(place(found, "w1")) == "w0"
+    found.apply_card(codec.replace(known(found, "w2").card, site="there"), 0.0)
+    assert source(place(found, "w2", 10.0)) is None
+
+
 def view_of(overlap: list[int]) -> View:
     columns = dict.fromkeys(View._fields, np.zeros(len(overlap)))
     columns |= {"block_size": np.full(len(overlap), float(BLOCK)), "overlap_tokens": BLOCK * np.array(overlap, float)}
-    return View(**(columns | {"prompt_tokens": 10_000, "session": None, "fetchable": None}))  # type: ignore[arg-type]
+    return View(**(columns | {"prompt_tokens": 10_000, "session": None, "fetchable": None, "distance_tokens": None}))  # type: ignore[arg-type]
 
 
 WORKERS = st.lists(

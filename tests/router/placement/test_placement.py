@@ -12,7 +12,7 @@ import pytest
 from tests.router.builders import at, card, events, known, stored
 from tokenbus.protocol.wire import messages
 from tokenbus.router.fleet.fleet import Fleet
-from tokenbus.router.placement.placement import NoWorker, Placement, PlacementOptions, PlacementRequest
+from tokenbus.router.placement.placement import NoWorker, OwnSite, Placement, PlacementOptions, PlacementRequest
 from tokenbus.router.placement.policies import (
     ENTRY_POINTS,
     POLICIES,
@@ -361,7 +361,7 @@ def test_a_report_lists_every_candidate_with_its_overlap_load_and_cost() -> None
 @pytest.mark.parametrize("policy", make_policies().values(), ids=lambda policy: policy.name)
 def test_a_policy_has_a_finite_cost_for_every_candidate(policy: Policy) -> None:
     zeros = np.zeros(3)
-    view = View(17, *([zeros] * (len(View._fields) - 1)))._replace(fetchable=None)
+    view = View(17, *([zeros] * (len(View._fields) - 1)))._replace(fetchable=None, distance_tokens=None)
     costs = policy.costs(view)
     assert costs.shape == (3,)
     assert np.isfinite(costs).all()
@@ -423,3 +423,54 @@ def test_a_worker_that_is_four_times_slower_gets_fewer_requests() -> None:
         assert isinstance(placement, Placement)
         counts[placement.worker.card.worker_id] += 1
     assert counts["w1"] <= 0.6 * counts["w0"], counts
+
+
+def sited(*sites: str, own: str = "here", cost_s: float = 0.25) -> Fleet:
+    """Returns what a router at a site knows of workers w0, w1 and so on at these."""
+    fleet = Fleet(began_at=0.0, own_site=OwnSite(own, cost_s))
+    for number, site in enumerate(sites):
+        fleet.apply_card(card(f"w{number}", site=site), 0.0)
+    return fleet
+
+
+@pytest.mark.parametrize(
+    ("own", "sites", "expected"),
+    [
+        ("here", ("there", "here"), {"w1"}),
+        ("here", ("there", ""), {"w1"}),  # a worker without a site counts as near
+        ("here", ("there", "elsewhere"), {"w0", "w1"}),
+        ("", ("there", "elsewhere"), {"w0", "w1"}),
+    ],
+)
+def test_a_router_prefers_workers_of_its_own_site(own: str, sites: tuple[str, ...], expected: set[str]) -> None:
+    rng = random.Random(1)
+    chosen = set()
+    for _ in range(20):
+        chosen.add(placed(sited(*sites, own=own), KvAware(), rng))
+    assert chosen == expected
+
+
+def test_a_worker_of_another_site_is_chosen_once_those_here_would_take_longer_than_the_way_there() -> None:
+    fleet = sited("here", "there")
+    for queued, expected in ((1_240, "w0"), (1_260, "w1")):  # a fifth of them counts, and a token takes 1 ms
+        load = messages.Load(running=1, queued_prefill_tokens=queued)
+        fleet.apply_events("demo", events("w0", queued, load=load), 0.0)
+        policy = KvAware(request_tokens=0.0)
+        placement = place(fleet, policy, random.Random(1), options=PlacementOptions(explain=True))
+        assert isinstance(placement, Placement)
+        assert placement.worker.card.worker_id == expected
+        assert placement.report is not None
+        assert {one.worker_id: one.site for one in placement.report.candidates} == {"w0": "here", "w1": "there"}
+
+
+def test_a_worker_that_moves_to_another_site_costs_more_from_then_on() -> None:
+    fleet = sited("here", "here")
+    fleet.apply_card(card("w0", site="there"), 0.0)
+    assert {placed(fleet, KvAware(), random.Random(seed)) for seed in range(5)} == {"w1"}
+    assert [fleet.is_distant(worker) for worker in fleet.workers_of("demo")] == [True, False]
+    fleet.check_integrity()
+
+
+def test_a_site_that_is_longer_than_a_name_is_refused_with_its_card() -> None:
+    fleet = sited("x" * 129)
+    assert not fleet.workers_of("demo")
