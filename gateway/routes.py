@@ -1,9 +1,10 @@
 """The HTTP routes of the gateway, and its error responses (decision 0031)."""
 
 import asyncio
+import collections
 import functools
 import importlib.metadata
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import msgspec
 import structlog
@@ -14,14 +15,15 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
-from starlette.routing import Route
+from starlette.routing import Route, request_response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tokenbus.gateway import openapi
 from tokenbus.gateway.dialects import DIALECTS, dialect_of
 from tokenbus.gateway.http import body, http_errors
-from tokenbus.gateway.http.http_errors import ApiError
+from tokenbus.gateway.http.http_errors import ApiError, ErrorResponse
 from tokenbus.gateway.serving.catalog import NO_MODELS, Catalog, Listing
-from tokenbus.gateway.serving.dialect import RecordResource, RefusedPath, Resource
+from tokenbus.gateway.serving.dialect import RecordResource, Resource
 from tokenbus.gateway.serving.endpoint import EndpointApp, Services
 from tokenbus.protocol.wire import errors
 
@@ -44,26 +46,35 @@ class Routes:
     def __repr__(self) -> str:
         return f"<Routes {self._services.limit!r}>"
 
-    def resources(self) -> Iterator[Route]:
-        """Yields the routes of all dialects' resources. Where several have one path, a header chooses among them."""
-        by_path: dict[str, list[Resource]] = {}
+    def paths(self) -> list[Route]:
+        """Returns the routes of all paths. Where several resources have one path, a header chooses among them."""
+        apps: dict[str, _PathApp] = collections.defaultdict(_PathApp)
+        sharing: dict[str, list[Resource]] = {}
         for dialect in DIALECTS:
-            for one in dialect.resources:
-                for path in dialect.paths_of(one.path):
-                    by_path.setdefault(path, []).append(one)
-        for path, sharing in by_path.items():
-            method = "GET" if sharing[0].body is None else "POST"
-            for slash in ("", "/"):
-                pattern = path.replace("{model}", "{model:path}") + slash
-                yield Route(pattern, functools.partial(self._resource, sharing), methods=[method])
-        for dialect in DIALECTS:
+            for endpoint in dialect.endpoints:
+                for path in dialect.paths_of(endpoint.path):
+                    apps[path].served[endpoint.method] = EndpointApp(self._services, endpoint, dialect.errors)
+            for resource in dialect.resources:
+                for path in dialect.paths_of(resource.path):
+                    sharing.setdefault(path, []).append(resource)
             for record in dialect.records:
                 for path in dialect.paths_of(record.path):
-                    for slash in ("", "/"):
-                        yield Route(path + slash, functools.partial(self._record, record), methods=[record.method])
+                    answer = functools.partial(self._record, record)
+                    apps[path].served[record.method] = request_response(answer)
             for refused in dialect.refused:
                 for path in dialect.paths_of(refused.path):
-                    yield Route(path, functools.partial(_refuse, refused), methods=list(refused.methods))
+                    apps[path].refused |= dict.fromkeys(refused.methods, refused.problem)
+        for path, resources in sharing.items():
+            method = "GET" if resources[0].body is None else "POST"
+            apps[path].served[method] = request_response(functools.partial(self._resource, resources))
+        own = {"/": self.home, "/health": self.health, "/livez": self.livez, "/readyz": self.readyz}
+        for path, answer_get in {**own, "/openapi.json": self.openapi}.items():
+            apps[path].served["GET"] = request_response(answer_get)
+        return [
+            Route(pattern.replace("{model}", "{model:path}"), apps[path])
+            for path in sorted(apps, key=lambda path: "{" in path)  # "responses/compact" before "responses/{id}"
+            for pattern in {path, path.rstrip("/") + "/"}
+        ]
 
     async def _resource(self, sharing: Sequence[Resource], request: Request) -> Response:
         wanted = dialect_of(request.scope["path"], request.headers).resources
@@ -139,21 +150,7 @@ class Routes:
 def make_app(services: Services, routes: Routes, allowed_origins: Sequence[str]) -> Starlette:
     """Returns the ASGI application. Web pages from the allowed origins may use it."""
     app = Starlette(
-        routes=[
-            *(
-                Route(path + slash, EndpointApp(services, endpoint, dialect.errors), methods=[endpoint.method])
-                for dialect in DIALECTS
-                for endpoint in dialect.endpoints
-                for path in dialect.paths_of(endpoint.path)
-                for slash in ("", "/")
-            ),
-            *routes.resources(),
-            Route("/", routes.home),
-            Route("/openapi.json", routes.openapi),
-            Route("/livez", routes.livez),
-            Route("/readyz", routes.readyz),
-            Route("/health", routes.health),
-        ],
+        routes=routes.paths(),
         middleware=_cors(allowed_origins),
         exception_handlers=dict.fromkeys((ApiError, errors.RequestError, HTTPException, Exception), _on_error),
     )
@@ -162,8 +159,33 @@ def make_app(services: Services, routes: Routes, allowed_origins: Sequence[str])
     return app
 
 
-async def _refuse(refused: RefusedPath, request: Request) -> Response:
-    raise errors.request_error(errors.Code.UNSUPPORTED, refused.problem)
+class _PathApp:
+    """The ASGI application of a path, which has an application for each method."""
+
+    def __init__(self) -> None:
+        self.served: dict[str, ASGIApp] = {}
+        self.refused: dict[str, str] = {}
+        """The methods that are known to clients and not served, and why."""
+
+    def __repr__(self) -> str:
+        return f"<_PathApp {self._allowed()}>"
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        method = scope["method"]
+        app = self.served.get("GET" if method == "HEAD" else method)
+        if app is not None:
+            await app(scope, receive, send)
+        elif method not in self.refused:
+            raise ApiError(http_errors.unknown_path(405, method, scope["path"], self._allowed()))
+        elif self.served:
+            code = str(errors.Code.UNSUPPORTED)
+            raise ApiError(ErrorResponse(405, code, self.refused[method], allow=self._allowed()))
+        else:
+            raise errors.request_error(errors.Code.UNSUPPORTED, self.refused[method])
+
+    def _allowed(self) -> str:
+        methods = {*(self.served or self.refused)}
+        return ", ".join(sorted(methods | {"HEAD"} if "GET" in methods else methods))
 
 
 @functools.cache
@@ -182,10 +204,8 @@ async def _on_error(request: Request, error: Exception) -> Response:
         case _:
             structlog.get_logger().error("request_failed", exc_info=error)
             response = http_errors.INTERNAL_ERROR
-    form, headers = dialect_of(request.scope["path"], request.headers).errors, response.headers
-    if isinstance(error, HTTPException):
-        headers |= error.headers or {}  # the methods that the path has
-    return Response(form.encode(response), form.status_of(response), headers, media_type="application/json")
+    form = dialect_of(request.scope["path"], request.headers).errors
+    return Response(form.encode(response), form.status_of(response), response.headers, media_type="application/json")
 
 
 def _cors(allowed_origins: Sequence[str]) -> list[Middleware]:

@@ -26,6 +26,8 @@ class ErrorResponse(NamedTuple):
     """In `prompt_too_long`."""
     request_id: str | None = None
     """The id of the HTTP request, if it has one."""
+    allow: str | None = None
+    """The methods that the path has, if it lacks the one of the request."""
 
     @property
     def headers(self) -> dict[str, str]:
@@ -35,6 +37,8 @@ class ErrorResponse(NamedTuple):
             headers["retry-after-ms"] = str(math.ceil(self.retry_after_ms))
         if self.status == 401:
             headers["www-authenticate"] = "Bearer"
+        if self.allow is not None:
+            headers["allow"] = self.allow
         return headers
 
 
@@ -146,6 +150,6 @@ def unsupported_encoding(encoding: str) -> ErrorResponse:
     )
 
 
-def unknown_path(status: int, method: str, path: str) -> ErrorResponse:
-    """Returns the response for a path that does not exist, or does not support that method."""
-    return ErrorResponse(status, "unknown_url", f"unknown URL: {method} {path[:200]}")
+def unknown_path(status: int, method: str, path: str, allow: str | None = None) -> ErrorResponse:
+    """Returns the response for a path that does not exist, or has only the methods `allow`."""
+    return ErrorResponse(status, "unknown_url", f"unknown URL: {method} {path[:200]}", allow=allow)

@@ -51,6 +51,14 @@ def test_a_path_that_is_not_there_is_an_error_in_the_same_shape(http: httpx2.Cli
 def test_a_path_with_another_method_says_which_it_has(http: httpx2.Client) -> None:
     assert http.get("chat/completions").headers["allow"] == "POST"
     assert set(http.delete("models").headers["allow"].split(", ")) == {"GET", "HEAD"}
+    assert http.options("responses/resp_0").headers["allow"] == "DELETE, GET, HEAD"
+
+
+def test_a_method_that_is_known_and_not_served_is_refused_with_the_reason(http: httpx2.Client) -> None:
+    listing = http.get("responses")
+    assert (error_of(listing), listing.headers["allow"]) == ((405, "unsupported"), "POST")
+    assert error_of(http.post("responses/compact")) == (400, "unsupported")
+    assert error_of(http.get("responses/compact")) == (405, "unknown_url")
 
 
 def test_a_trailing_slash_makes_no_difference(http: httpx2.Client) -> None:

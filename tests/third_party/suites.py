@@ -86,19 +86,23 @@ def _schemathesis(served: Served) -> list[Outcome]:
             options += [f"--report-{kind}-path", str(path)]
         _run([program, "run", document, "--url", served.root_url, *options], folder=Path(folder))
         failures = json.loads(reports["json"].read_text())["failures"]
-        texts = [one.text or "" for one in xml.parse(reports["junit"]).iter("failure")]
+        cases = [*xml.parse(reports["junit"]).iter("testcase")]
+        texts = [(case.get("name", ""), one.text or "") for case in cases for one in case.iter("failure")]
     return [Outcome("document", True), *_from_failures(operations, failures, texts)]
 
 
-def _from_failures(operations: list[str], failures: list[dict[str, Any]], texts: list[str]) -> Iterator[Outcome]:
+def _from_failures(
+    operations: list[str], failures: list[dict[str, Any]], texts: list[tuple[str, str]]
+) -> Iterator[Outcome]:
     """Yields an outcome for each operation that has not failed, and for each kind of failure of the others."""
     failed = {operation for one in failures for operation in one["operations"]}
     for operation in operations:
         if operation not in failed:
             yield Outcome(operation, True)
     for one in failures:
-        shown = next((text for text in texts if one["title"] in text), "")
         for operation in one["operations"]:
+            path = operation.partition(" ")[2]
+            shown = next((text for name, text in texts if name.endswith(f" {path}") and one["title"] in text), "")
             yield Outcome(f"{operation} {one['type']}", False, f"{one['title']}\n{shown[:1_500]}")
 
 

@@ -8,7 +8,7 @@ them are found."""
 import re
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -214,7 +214,8 @@ async def _list_items(records: TenantRecords, response_id: str, query: Mapping[s
     if (after := query.get("after")) is not None:
         start = next((number for number, item in enumerate(items, 1) if item.id == after), 0)
         if not start:
-            raise errors.invalid_field("after", "must be the id of an item of this response's input")
+            problem = f"after: no item {after[:100]!r} is in this response's input"
+            raise ApiError(ErrorResponse(404, "item_not_found", problem, "after"))
     shown = items[start : start + int(limit)]
     page = InputItemList(
         data=[_shown(item) for item in shown],
@@ -259,7 +260,7 @@ RESOURCES = (
         "The items of a stored response's input, those before it in the conversation included",
         InputItemList,
         _list_items,
-        {"limit": int, "order": Literal["asc", "desc"], "after": str},
+        {"limit": Annotated[int, msgspec.Meta(ge=1, le=_MAX_LISTED)], "order": Literal["asc", "desc"], "after": str},
     ),
 )
 REFUSED = (
