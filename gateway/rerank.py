@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -12,7 +13,7 @@ from msgspec import UNSET, UnsetType
 from tokenbus.client.wire.embedding import rank_each
 from tokenbus.client.wire.wire_client import WireClient
 from tokenbus.gateway.http import http_errors
-from tokenbus.gateway.serving.dialect import ApiEndpoint, ParsedCall, RefusedPath, RequestHead
+from tokenbus.gateway.serving.dialect import ApiEndpoint, ParsedCall, RefusedPath, RequestHead, UnservedField
 from tokenbus.protocol.wire import errors
 from tokenbus.protocol.wire import messages as wire
 from tokenbus.protocol.wire.checks import pooling
@@ -36,11 +37,21 @@ class RerankBody(msgspec.Struct, frozen=True, kw_only=True):
     texts: list[str] | None = None
     """TEI's name of `documents`, in whose form the response then is."""
     raw_scores: bool | None = None
-    """TEI's: whether scores are the model's own, rather than between 0 and 1. false if absent."""
+    """TEI's: whether scores are the model's own, rather than between 0 and 1. If absent, false with `texts`, and true
+    otherwise."""
     return_text: bool | None = None
     """TEI's: whether results have the text. false if absent."""
     timeout_ms: float | None = None
     """Ours; has the same meaning as on the wire."""
+    # Refused unless the value changes nothing: the endpoint says which.
+    instruct: Any = None
+    mm_processor_kwargs: Any = None
+    padding: Any = None
+    rank_fields: Any = None
+    return_embeddings: Any = None
+    top_k: Any = None
+    truncate_prompt_tokens: Any = None
+    use_activation: Any = None
 
 
 class CohereRerankResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,6 +91,21 @@ class ScoreBody(msgspec.Struct, frozen=True, kw_only=True):
     text_2: str | list[str] | None = None
     timeout_ms: float | None = None
     """Ours; has the same meaning as on the wire."""
+    # Refused unless the value changes nothing: the endpoint says which.
+    apply_softmax: Any = None
+    data_1: Any = None
+    data_2: Any = None
+    documents: Any = None
+    item_first: Any = None
+    items: Any = None
+    label_token_ids: Any = None
+    mm_processor_kwargs: Any = None
+    padding: Any = None
+    queries: Any = None
+    query: Any = None
+    return_pooled_hidden_states: Any = None
+    truncate_prompt_tokens: Any = None
+    use_activation: Any = None
 
 
 class Score(msgspec.Struct, frozen=True, kw_only=True):
@@ -115,7 +141,7 @@ def read(asked: RerankBody, head: RequestHead) -> ParsedCall[wire.RerankRequest,
         model=head.model,
         request=request,
         send=WireClient.rerank,
-        encode=functools.partial(_encode, head.model, returned)
+        encode=functools.partial(_encode, head.model, returned, is_raw=asked.raw_scores is not False)
         if asked.texts is None
         else functools.partial(_encode_for_tei, returned, is_raw=bool(asked.raw_scores)),
         usage_of=lambda reply: reply.usage or None,
@@ -162,6 +188,22 @@ def _name_of(pair: int | None, param: str) -> str:
     return f"text_1[{pair}]" if param == "query" else f"text_2[{pair}]"
 
 
+_UNCUT = "a text that is too long is refused, never cut"
+_TEXTS = "use text_1 and text_2"
+_RERANKERS = "only models that rank documents score them"
+_UNSERVED = {
+    "mm_processor_kwargs": UnservedField("only text is served", (None, {})),
+    "padding": UnservedField("texts are not padded", (None, "do_not_pad")),
+    "truncate_prompt_tokens": UnservedField(_UNCUT),
+    "use_activation": UnservedField("the meaning of a score depends on the model"),
+}
+_IGNORED = {
+    "cache_salt": "texts are not cached",
+    "priority": "texts are scored in the order in which they come",
+    "request_id": "the header X-Request-ID names requests",
+    "truncation_side": "a parameter of truncate_prompt_tokens, which is refused",
+    "user": "a name for abuse reports",
+}
 RERANK = ApiEndpoint(
     path="/v1/rerank",
     feature="rerank",
@@ -171,6 +213,21 @@ RERANK = ApiEndpoint(
     response=RerankResponse | list[TeiRank],
     required=("query",),
     one_of=("documents", "texts"),
+    unserved=_UNSERVED
+    | {
+        "instruct": UnservedField("write the instruction into the query as the model expects it"),
+        "rank_fields": UnservedField("documents are ranked by their text", (None, [], ["text"])),
+        "return_embeddings": UnservedField("use /v1/embeddings", (None, False)),
+        "top_k": UnservedField("use top_n"),
+    },
+    ignored=_IGNORED
+    | {
+        "max_chunks_per_doc": _UNCUT,
+        "max_tokens_per_doc": _UNCUT,
+        "truncate": _UNCUT,
+        "truncation": _UNCUT,
+        "truncation_direction": _UNCUT,
+    },
 )
 SCORE = ApiEndpoint(
     path="/v1/score",
@@ -180,6 +237,15 @@ SCORE = ApiEndpoint(
     read=read_score,
     response=ScoreResponse,
     required=("text_1", "text_2"),
+    unserved=_UNSERVED
+    | dict.fromkeys(("data_1", "data_2", "documents", "items", "queries", "query"), UnservedField(_TEXTS))
+    | {
+        "apply_softmax": UnservedField(_RERANKERS, (None, False)),
+        "item_first": UnservedField(_RERANKERS, (None, False)),
+        "label_token_ids": UnservedField(_RERANKERS),
+        "return_pooled_hidden_states": UnservedField("no states of the model are returned", (None, False)),
+    },
+    ignored=_IGNORED,
 )
 RERANKS = (RERANK, dataclasses.replace(RERANK, path="/v2/rerank"))
 _OTHERS = "only reranking is served in the form of Cohere's and TEI's APIs"
@@ -201,11 +267,11 @@ REFUSED = (
 )
 
 
-def _encode(model: str, documents: list[str] | None, reply: wire.RerankReply) -> bytes:
+def _encode(model: str, documents: list[str] | None, reply: wire.RerankReply, *, is_raw: bool) -> bytes:
     results = [
         CohereRerankResult(
             index=one.index,
-            relevance_score=one.relevance_score,
+            relevance_score=one.relevance_score if is_raw else _sigmoid(one.relevance_score),
             document=UNSET if documents is None else Document(text=documents[one.index]),
         )
         for one in reply.results or []

@@ -38,8 +38,11 @@ class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
     with_pieces: bool | None = None
     """llama-server's: each token is an object with its `id` and its `piece`."""
     continue_final_message: bool | None = None
-    """This field and the one below are refused if they ask for anything that is not served."""
-    chat_template: str | None = None
+    # Refused unless the value changes nothing: the endpoint says which.
+    chat_template: Any = None
+    parse_special: Any = None
+    mm_processor_kwargs: Any = None
+    media_io_kwargs: Any = None
 
 
 class PieceOfPrompt(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,6 +88,8 @@ class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
 
     model: str | None = None
     tokens: list[int] | None = None
+    skip_special_tokens: Any = None
+    """Refused unless true."""
 
 
 class DetokenizeResponse(msgspec.Struct, frozen=True, kw_only=True):
@@ -176,6 +181,9 @@ TOKENIZE = ApiEndpoint(
     unserved={
         "continue_final_message": UnservedField("only False is served", (None, False)),
         "chat_template": UnservedField("only the model's own is served"),
+        "parse_special": UnservedField("special tokens in a text are never parsed", (None, False)),
+        "mm_processor_kwargs": UnservedField("only text is served", (None, {})),
+        "media_io_kwargs": UnservedField("only text is served", (None, {})),
     },
 )
 TOKENIZER_INFO = ApiEndpoint(
@@ -196,6 +204,7 @@ DETOKENIZE = ApiEndpoint(
     response=DetokenizeResponse,
     required=("tokens",),
     may_be_empty=("tokens",),
+    unserved={"skip_special_tokens": UnservedField("special tokens have no text", (None, True))},
 )
 
 

@@ -1,6 +1,7 @@
 """Writes docs/fields.md from tools/fields.in.md and tools/known_fields.toml: `python -m tools.fields_page`.
 
-A line `{{fields PATH}}` becomes a table of the fields that any server knows at that path, and what becomes of them."""
+A line `{{fields PATH}}` becomes a table of the fields that any server knows at that path, and what becomes of them. A
+path may be `like` another one: then clients send its fields there too, and the table has those that differ."""
 
 import re
 import tomllib
@@ -16,6 +17,7 @@ FOLDER = Path(__file__).parent
 TARGET = FOLDER.parent / "docs" / "fields.md"
 KNOWN: dict[str, dict[str, str]] = tomllib.loads((FOLDER / "known_fields.toml").read_text())
 ENDPOINTS: dict[str, ApiEndpoint[Any]] = {one.path: one for dialect in DIALECTS for one in dialect.endpoints}
+_LIKE = "like"
 _DIRECTIVE = re.compile(r"^\{\{fields (\S+)\}\}$", re.MULTILINE)
 
 
@@ -23,8 +25,10 @@ def servers_of(path: str) -> dict[str, list[str]]:
     """Returns the servers that know each field at a path, by field."""
     found: dict[str, list[str]] = {}
     for server, names in KNOWN[path].items():
-        for name in names.split():
+        for name in names.split() if server != _LIKE else ():
             found.setdefault(name, []).append(server)
+    if other := KNOWN[path].get(_LIKE):
+        found = {name: [f"`{other}`"] for name in servers_of(other)} | found
     return dict(sorted(found.items()))
 
 
@@ -50,9 +54,12 @@ def render(source: str) -> str:
 
 
 def _table(path: str) -> str:
+    other = KNOWN[path].get(_LIKE)
+    shared = servers_of(other) if other else {}
     rows = [
         f"| `{name}` | {', '.join(servers)} | {'; '.join(fates_of(path, name))} |"
         for name, servers in servers_of(path).items()
+        if other is None or name not in shared or fates_of(other, name) != fates_of(path, name)
     ]
     return "\n".join(["| field | known to | here |", "|---|---|---|", *rows])
 

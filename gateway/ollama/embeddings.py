@@ -86,6 +86,7 @@ def _parsed(
     )
 
 
+_IGNORED = {"keep_alive": options.IGNORED["keep_alive"], "options": "they are about sampling and loading"}
 EMBED = ApiEndpoint(
     path="/api/embed",
     feature="embed",
@@ -94,6 +95,7 @@ EMBED = ApiEndpoint(
     read=read_embed,
     response=OllamaEmbedResponse,
     required=("input",),
+    ignored=_IGNORED | {"truncate": options.IGNORED["truncate"]},
 )
 EMBEDDINGS = ApiEndpoint(
     path="/api/embeddings",
@@ -103,6 +105,7 @@ EMBEDDINGS = ApiEndpoint(
     read=read_embeddings,
     response=OllamaEmbeddingsResponse,
     required=("prompt",),
+    ignored=_IGNORED,
 )
 
 

@@ -2,16 +2,14 @@
 
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 from msgspec import UNSET
 
 from tokenbus.gateway.http import http_errors
-from tokenbus.gateway.openai import other_names, schemas
+from tokenbus.gateway.openai import conversation_fields, schemas
 from tokenbus.gateway.openai.choices import PLAIN, ChoicesEncoder, StreamForm, encode_logprobs, encode_prompt_logprobs
-from tokenbus.gateway.openai.fields import ReasoningWishes, RequestedReasoning, read_wishes
-from tokenbus.gateway.openai.other_names import ThinkingSwitch
-from tokenbus.gateway.openai.sampling_fields import SamplingFields
+from tokenbus.gateway.openai.conversation_fields import ConversationFields
+from tokenbus.gateway.openai.fields import ReasoningWishes, WireFields
 from tokenbus.gateway.serving import conversation
 from tokenbus.gateway.serving.answer_events import (
     AnswerEnded,
@@ -25,12 +23,10 @@ from tokenbus.gateway.serving.answer_events import (
     TokensCounted,
     TokensSampled,
 )
-from tokenbus.gateway.serving.dialect import ApiEndpoint, ParsedGeneration, RequestHead, ResponseHead, UnservedField
+from tokenbus.gateway.serving.dialect import ApiEndpoint, ParsedGeneration, RequestHead, ResponseHead
 from tokenbus.protocol.wire import errors
 from tokenbus.protocol.wire import messages as wire
 from tokenbus.protocol.wire.checks import validation
-
-_SWITCHES = {"enabled": True, "disabled": False}
 
 
 class OpenAIChatMessage(wire.ChatMessage, frozen=True, kw_only=True, omit_defaults=True):
@@ -52,65 +48,17 @@ class OpenAIChatMessage(wire.ChatMessage, frozen=True, kw_only=True, omit_defaul
         )
 
 
-class ChatRequest(SamplingFields, frozen=True, kw_only=True):
+class ChatRequest(ConversationFields, frozen=True, kw_only=True):
     """The body of a chat completion request. Unknown fields are ignored, as OpenAI's clients expect."""
 
     messages: list[OpenAIChatMessage] | None = None
     max_completion_tokens: int | None = None
     """The newer name of `max_tokens`, which takes precedence."""
     logprobs: bool | None = None
-    top_logprobs: int | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = None
-    reasoning_effort: str | None = None
-    reasoning: RequestedReasoning | None = None
-    """OpenRouter's."""
-    thinking_token_budget: int | None = None
-    reasoning_budget_tokens: int | None = None
-    thinking_budget_tokens: int | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    """Not OpenAI's; has the same meaning as on the wire."""
-    enable_thinking: bool | None = None
-    """Qwen's: the variable of this name of the chat template."""
-    thinking: ThinkingSwitch | None = None
-    """DeepSeek's and Z.ai's form of the same."""
-    # Refused unless the value changes nothing: the endpoint says which.
-    functions: Any = None
-    function_call: Any = None
-    modalities: Any = None
-    audio: Any = None
-    web_search_options: Any = None
     continue_final_message: bool | None = None
     """vLLM's: the last message, an assistant's, is continued."""
     add_generation_prompt: bool | None = None
     """false only if that message is continued."""
-    add_special_tokens: Any = None
-    chat_template: Any = None
-    documents: Any = None
-    echo: Any = None
-    include_reasoning: Any = None
-    reasoning_format: Any = None
-    parse_tool_calls: Any = None
-    mm_processor_kwargs: Any = None
-    media_io_kwargs: Any = None
-    safe_prompt: Any = None
-    prompt_mode: Any = None
-    guardrails: Any = None
-    return_prompt_text: Any = None
-
-    @property
-    def template_arguments(self) -> dict[str, Any] | None:
-        """The variables for the chat template that the body names. Raises RequestError for an unknown switch."""
-        kind, switch = self.thinking.type if self.thinking else None, self.enable_thinking
-        if kind is not None and kind != "auto":
-            if kind not in _SWITCHES:
-                raise errors.invalid_field(
-                    "thinking.type", f"must be {', '.join(_SWITCHES)} or auto, got {kind[:40]!r}"
-                )
-            switch = _SWITCHES[kind]
-        given = self.chat_template_kwargs
-        return given if switch is None else {"enable_thinking": switch} | (given or {})
 
 
 def read(chat: ChatRequest, head: RequestHead) -> ParsedGeneration:
@@ -123,10 +71,11 @@ def read(chat: ChatRequest, head: RequestHead) -> ParsedGeneration:
         raise errors.invalid_field("tool_choice", "must be auto, none, required or the name of a function, got {}")
     continued = _continued(chat, chat.messages)
     chat.check_answers()
-    wishes = read_wishes(chat, chat.reasoning, chat.template_arguments, chat.reasoning_effort)
-    request = _to_wire(chat, chat.messages, wishes, head, continues=bool(continued))
+    wishes, common = chat.read_wishes(), chat.to_wire(head.session)
+    request = _to_wire(chat, chat.messages, wishes, common, head, continues=bool(continued))
     name_of = conversation.given_names(
-        _renamed(chat, wishes) | continued, num_joined=len(chat.messages) - len(request.messages or [])
+        _renamed(chat, common) | wishes.names | continued,
+        num_joined=len(chat.messages) - len(request.messages or []),
     )
     with http_errors.renaming(name_of):
         validation.check_request(request)
@@ -162,8 +111,8 @@ def _continued(chat: ChatRequest, said: list[OpenAIChatMessage]) -> dict[str, st
     return {}
 
 
-def _renamed(chat: ChatRequest, wishes: ReasoningWishes) -> dict[str, str]:
-    renamed = chat.renamed | wishes.names
+def _renamed(chat: ChatRequest, common: WireFields) -> dict[str, str]:
+    renamed = dict(common.names)
     if chat.max_completion_tokens is not None:
         renamed["max_tokens"] = "max_completion_tokens"
     if chat.top_logprobs is not None:
@@ -172,11 +121,17 @@ def _renamed(chat: ChatRequest, wishes: ReasoningWishes) -> dict[str, str]:
 
 
 def _to_wire(
-    chat: ChatRequest, said: list[OpenAIChatMessage], wishes: ReasoningWishes, head: RequestHead, *, continues: bool
+    chat: ChatRequest,
+    said: list[OpenAIChatMessage],
+    wishes: ReasoningWishes,
+    common: WireFields,
+    head: RequestHead,
+    *,
+    continues: bool,
 ) -> wire.GenerateRequest:
-    common = chat.to_wire(head.session)
+    fields = common.fields
     if chat.max_completion_tokens is not None:
-        common["max_tokens"] = chat.max_completion_tokens
+        fields = fields | {"max_tokens": chat.max_completion_tokens}
     return wire.GenerateRequest(
         id=head.id,
         messages=conversation.normalized([one.to_wire() for one in said]),
@@ -187,7 +142,7 @@ def _to_wire(
         parallel_tool_calls=chat.parallel_tool_calls,
         reasoning=wishes.options,
         chat_template_kwargs=wishes.template_arguments,
-        **common,
+        **fields,
     )
 
 
@@ -261,38 +216,12 @@ ENDPOINT = ApiEndpoint(
     response=schemas.ChatCompletion,
     event=schemas.ChatCompletionChunk,
     required=("messages",),
-    unserved=other_names.UNSERVED
-    | {
-        "functions": UnservedField("use tools", (None, [])),
-        "function_call": UnservedField("use tool_choice", (None, "auto", "none")),
-        "modalities": UnservedField("only text is served", (None, [], ["text"])),
-        "audio": UnservedField("only text is served"),
-        "web_search_options": UnservedField("the model has no access to the web"),
-        "add_special_tokens": UnservedField("the chat template writes them", (None, False)),
-        "chat_template": UnservedField("only the model's own is served"),
-        "documents": UnservedField("give them to the template: chat_template_kwargs", (None, [])),
-        "echo": UnservedField("answers don't repeat the conversation", (None, False)),
-        "include_reasoning": UnservedField("reasoning is always part of the response", (None, True)),
-        "reasoning_format": UnservedField(
-            "reasoning is told apart from the answer", (None, "auto", "deepseek", "deepseek-legacy", "parsed")
-        ),
-        "parse_tool_calls": UnservedField("calls are told apart from the answer", (None, True)),
-        "mm_processor_kwargs": UnservedField("only text is served", (None, {})),
-        "media_io_kwargs": UnservedField("only text is served", (None, {})),
-        "safe_prompt": UnservedField("write a system message", (None, False)),
-        "prompt_mode": UnservedField("use reasoning_effort"),
-        "guardrails": UnservedField("there are none", (None, [])),
-        "return_prompt_text": UnservedField("prompts are not returned", (None, False)),
-    },
-    ignored=other_names.IGNORED
+    unserved=conversation_fields.UNSERVED,
+    ignored=conversation_fields.IGNORED
     | {
         "store": "chat completions are not stored, and clients are not told that they were",
         "metadata": "the client's own notes",
         "safety_identifier": "a name for abuse reports",
-        "prediction": "what a server guesses ahead with changes no answer",
-        "verbosity": "a hint that open models don't know",
-        "moderation": "a hint that open models don't know",
-        "provider": "a hint of where another server runs the request",
     },
 )
 

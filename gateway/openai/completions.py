@@ -107,13 +107,14 @@ def read(asked: CompletionRequest, head: RequestHead) -> ParsedGeneration:
     """Validates a body as a router would. Raises RequestError with OpenAI's name for the field at fault."""
     prompts, n = _prompts_of(asked.prompt), asked.num_answers
     _check(asked, len(prompts), n)
+    common = asked.to_wire(head.session)
     requests = [
-        _to_wire(asked, prompt, head.session, head.id if not number else f"{head.id}-p{number}")
+        _to_wire(asked, prompt, common.fields, head.id if not number else f"{head.id}-p{number}")
         for number, prompt in enumerate(prompts)
     ]
     for number, request in enumerate(requests):
         place = "prompt" if len(requests) == 1 else f"prompt[{number}]"
-        with http_errors.renaming(http_errors.by_field(asked.renamed | {"prompt": place, "token_ids": place})):
+        with http_errors.renaming(http_errors.by_field(common.names | {"prompt": place, "token_ids": place})):
             validation.check_request(request)
     echoes = [_echo(asked, one) for one in requests]
     return ParsedGeneration(
@@ -166,21 +167,21 @@ def _check(asked: CompletionRequest, num_prompts: int, n: int) -> None:
 
 
 def _to_wire(
-    asked: CompletionRequest, prompt: str | list[int], session: str | None, request_id: str
+    asked: CompletionRequest, prompt: str | list[int], common: dict[str, Any], request_id: str
 ) -> wire.GenerateRequest:
-    common = asked.to_wire(session)
-    if common["max_tokens"] is None:
-        common["max_tokens"] = DEFAULT_MAX_TOKENS
+    fields = dict(common)
+    if fields["max_tokens"] is None:
+        fields["max_tokens"] = DEFAULT_MAX_TOKENS
     if asked.echo and (asked.logprobs is not None or not isinstance(prompt, str)):
         # the tokens of a prompt of token ids have their texts there
-        common["prompt_logprobs"] = max(asked.prompt_logprobs or 0, asked.logprobs or 0)
+        fields["prompt_logprobs"] = max(asked.prompt_logprobs or 0, asked.logprobs or 0)
     return wire.GenerateRequest(
         id=request_id,
         prompt=prompt if isinstance(prompt, str) else None,
         token_ids=None if isinstance(prompt, str) else prompt,
         suffix=asked.suffix or None,
         logprobs=asked.logprobs,
-        **common,
+        **fields,
     )
 
 

@@ -1,15 +1,20 @@
 """OpenAI's embeddings: turns their bodies into wire requests, and replies into responses."""
 
 import functools
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
 from tokenbus.client.wire.embedding import embed, numbers_of
-from tokenbus.gateway.serving.dialect import ApiEndpoint, ParsedCall, RequestHead
+from tokenbus.gateway.serving.dialect import ApiEndpoint, ParsedCall, RequestHead, UnservedField
 from tokenbus.protocol.wire import errors
 from tokenbus.protocol.wire import messages as wire
 from tokenbus.protocol.wire.checks import pooling
+
+_LENGTH = "vectors have length 1"
+_FLOATS = "numbers are 32-bit floats, little-endian in base64"
+_PREFIX = "write the prefix that the model expects into the input"
+_UNCUT = "an input that is too long is refused, never cut"
 
 
 class EmbeddingRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -22,6 +27,27 @@ class EmbeddingRequest(msgspec.Struct, frozen=True, kw_only=True):
     dimensions: int | None = None
     timeout_ms: float | None = None
     """Not OpenAI's; has the same meaning as on the wire."""
+    # Refused unless the value changes nothing: the endpoint says which.
+    add_special_tokens: Any = None
+    content: Any = None
+    embd_normalize: Any = None
+    embed_dtype: Any = None
+    embedding_type: Any = None
+    endianness: Any = None
+    input_type: Any = None
+    late_chunking: Any = None
+    lora_path: Any = None
+    messages: Any = None
+    mm_processor_kwargs: Any = None
+    modality: Any = None
+    normalize: Any = None
+    normalized: Any = None
+    output_dimension: Any = None
+    output_dtype: Any = None
+    padding: Any = None
+    task: Any = None
+    truncate_prompt_tokens: Any = None
+    use_activation: Any = None
 
 
 class Embedding(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,6 +96,38 @@ ENDPOINT = ApiEndpoint(
     read=read,
     response=EmbeddingList,
     required=("input",),
+    unserved={
+        "add_special_tokens": UnservedField("use token ids", (None, True)),
+        "content": UnservedField("use input"),
+        "embd_normalize": UnservedField(_LENGTH, (None, 2)),
+        "embed_dtype": UnservedField(_FLOATS, (None, "float32")),
+        "embedding_type": UnservedField("use encoding_format", (None, "float")),
+        "endianness": UnservedField(_FLOATS, (None, "little", "native")),
+        "input_type": UnservedField(_PREFIX),
+        "late_chunking": UnservedField("each input has a vector of its own", (None, False)),
+        "lora_path": UnservedField("adapters are for models that generate"),
+        "messages": UnservedField("use input"),
+        "mm_processor_kwargs": UnservedField("only text is served", (None, {})),
+        "modality": UnservedField("only text is served", (None, "text", ["text"])),
+        "normalize": UnservedField(_LENGTH, (None, True)),
+        "normalized": UnservedField(_LENGTH, (None, True)),
+        "output_dimension": UnservedField("use dimensions"),
+        "output_dtype": UnservedField(_FLOATS, (None, "float")),
+        "padding": UnservedField("inputs are not padded", (None, "do_not_pad")),
+        "task": UnservedField(_PREFIX),
+        "truncate_prompt_tokens": UnservedField(_UNCUT),
+        "use_activation": UnservedField(_LENGTH, (None, True)),
+    },
+    ignored={
+        "cache_salt": "inputs are not cached",
+        "priority": "inputs are computed in the order in which they come",
+        "request_id": "the header X-Request-ID names requests",
+        "rid": "the header X-Request-ID names requests",
+        "truncate": _UNCUT,
+        "truncation": _UNCUT,
+        "truncation_side": "a parameter of truncate_prompt_tokens, which is refused",
+        "user": "a name for abuse reports",
+    },
 )
 
 

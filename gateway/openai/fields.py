@@ -38,6 +38,14 @@ _SAME_ON_THE_WIRE = (
 """Fields with the same name and meaning as on the wire."""
 
 
+class WireFields(NamedTuple):
+    """The fields of a wire request that a body sets."""
+
+    fields: dict[str, Any]
+    names: dict[str, str]
+    """The body's names for wire fields, where they differ."""
+
+
 class CommonFields(msgspec.Struct, frozen=True, kw_only=True):
     """The fields common to all of OpenAI's endpoints that generate.
 
@@ -72,20 +80,18 @@ class CommonFields(msgspec.Struct, frozen=True, kw_only=True):
     min_tokens: int | None = None
     stop_token_ids: list[int] | None = None
 
-    @property
-    def renamed(self) -> dict[str, str]:
-        """The wire fields that this request sets under other names, with these names."""
-        return {"session_id": "prompt_cache_key"} if self.prompt_cache_key and not self.session_id else {}
-
-    def to_wire(self, session: str | None) -> dict[str, Any]:
-        """Returns the fields of a wire request, with `session_id` set to `session` if none is given here.
+    def to_wire(self, session: str | None) -> WireFields:
+        """Returns the fields of a wire request, with `session_id` set to `session` if none is given here. Raises
+        RequestError for names that contradict each other.
 
         It is always streamed, so that a worker notices if this gateway dies."""
-        return {name: getattr(self, name) for name in _SAME_ON_THE_WIRE} | {
+        fields = {name: getattr(self, name) for name in _SAME_ON_THE_WIRE} | {
             "cache_control": _RETENTIONS.get(self.prompt_cache_retention or ""),
             "session_id": self.session_id or self.prompt_cache_key or session,
             "priority": _PRIORITIES.get(self.service_tier or "") if self.priority is None else self.priority,
         }
+        is_renamed = self.prompt_cache_key and not self.session_id
+        return WireFields(fields, {"session_id": "prompt_cache_key"} if is_renamed else {})
 
 
 BUDGETS = ("thinking_token_budget", "reasoning_budget_tokens", "thinking_budget_tokens")

@@ -1,4 +1,4 @@
-"""The fields by which vLLM, SGLang, llama-server and others extend OpenAI's chat completions and completions.
+"""The fields by which vLLM, SGLang, llama-server and others extend OpenAI's APIs.
 
 Each is served under its own name, refused unless its value changes nothing, or ignored because no value of it changes
 an answer. `tools/known_fields.toml` says which server has which field."""
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from tokenbus.gateway.openai.fields import CommonFields
+from tokenbus.gateway.openai.fields import CommonFields, WireFields
 from tokenbus.gateway.serving.dialect import UnservedField
 from tokenbus.protocol.wire import errors, limits
 from tokenbus.protocol.wire import messages as wire
@@ -38,7 +38,7 @@ class ThinkingSwitch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OtherNames(CommonFields, frozen=True, kw_only=True):
-    """The fields of chat completions and completions that are not OpenAI's, beside those that have the wire's names."""
+    """The fields that are not OpenAI's, beside those that have the wire's names."""
 
     structured_outputs: StructuredOutputs | None = None
     """This field and those up to `prompt_logprobs` are served: constraints by all their names."""
@@ -183,7 +183,7 @@ IGNORED: dict[str, str] = {
     "ngram_corpus_id": "what a server guesses ahead with changes no answer",
     "speculative": "what a server guesses ahead with changes no answer",
 }
-"""Fields of both endpoints that change no answer, with the reason."""
+"""Fields of all endpoints that generate and that change no answer, with the reason."""
 
 
 class _Constraint(NamedTuple):
@@ -193,24 +193,17 @@ class _Constraint(NamedTuple):
     value: Any
 
 
-class Translated(NamedTuple):
-    """The wire's fields that a body sets under other names."""
-
-    fields: dict[str, Any]
-    names: dict[str, str]
-    """The names by which errors call them."""
-
-
-def translated(body: OtherNames) -> Translated:
-    """Raises RequestError for several constraints, and for a field that has two names with different values."""
+def translated(body: OtherNames) -> WireFields:
+    """Returns the wire's fields that a body sets under other names. Raises RequestError for several constraints, and
+    for a field that has two names with different values."""
     constraint, numbers = _constraint(body), _numbers(body)
-    return Translated(constraint.fields | numbers.fields, constraint.names | numbers.names)
+    return WireFields(constraint.fields | numbers.fields, constraint.names | numbers.names)
 
 
-def _constraint(body: OtherNames) -> Translated:
+def _constraint(body: OtherNames) -> WireFields:
     found = [one for one in _constraints(body) if one.value is not None]
     if not found:
-        return Translated({}, {})
+        return WireFields({}, {})
     if len(found) > 1:
         raise errors.invalid_field(
             found[1].place, f"can't be combined with {found[0].place}: one constraint is allowed"
@@ -218,7 +211,7 @@ def _constraint(body: OtherNames) -> Translated:
     place, field, value = found[0]
     if getattr(body, field) is not None:
         raise errors.invalid_field(place, f"is another name of {field}: give one of them")
-    return Translated({field: value}, {field: place, f"{field}.json_schema.schema": place})
+    return WireFields({field: value}, {field: place, f"{field}.json_schema.schema": place})
 
 
 def _constraints(body: OtherNames) -> Iterator[_Constraint]:
@@ -264,7 +257,7 @@ _NEWER_NAMES = {"max_tokens": ("max_completion_tokens",)}
 """OpenAI's own newer names, which not all endpoints have."""
 
 
-def _numbers(body: OtherNames) -> Translated:
+def _numbers(body: OtherNames) -> WireFields:
     fields: dict[str, Any] = {}
     names: dict[str, str] = {}
     for name, field in _ALIASES.items():
@@ -278,4 +271,4 @@ def _numbers(body: OtherNames) -> Translated:
             if own not in (None, given):
                 raise errors.invalid_field(name, f"is another name of {rival}, which is {own}")
         fields[field], names[field] = given, name
-    return Translated(fields, names)
+    return WireFields(fields, names)

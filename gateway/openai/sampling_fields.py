@@ -1,11 +1,10 @@
-"""The fields common to chat completions and completions."""
-
-from typing import Any
+"""The fields common to chat completions and completions, which the Responses API knows and does not serve."""
 
 import msgspec
 
 from tokenbus.gateway.openai import other_names
 from tokenbus.gateway.openai.choices import StreamForm
+from tokenbus.gateway.openai.fields import WireFields
 from tokenbus.gateway.openai.other_names import OtherNames
 from tokenbus.protocol.wire import errors
 from tokenbus.protocol.wire import messages as wire
@@ -22,7 +21,7 @@ class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SamplingFields(OtherNames, frozen=True, kw_only=True):
-    """The fields common to chat completions and completions. The Responses API has others instead."""
+    """The fields common to chat completions and completions."""
 
     max_tokens: int | None = None
     n: int | None = None
@@ -46,10 +45,6 @@ class SamplingFields(OtherNames, frozen=True, kw_only=True):
         return 1 if self.n is None else self.n
 
     @property
-    def renamed(self) -> dict[str, str]:
-        return super().renamed | other_names.translated(self).names
-
-    @property
     def stream_form(self) -> StreamForm:
         """The content of a stream's events apart from choices."""
         options = self.stream_options or StreamOptions()
@@ -59,8 +54,8 @@ class SamplingFields(OtherNames, frozen=True, kw_only=True):
             shows_progress=bool(self.stream and self.return_progress),
         )
 
-    def to_wire(self, session: str | None) -> dict[str, Any]:
-        form = self.stream_form
+    def to_wire(self, session: str | None) -> WireFields:
+        common, others, form = super().to_wire(session), other_names.translated(self), self.stream_form
         own = {
             "max_tokens": self.max_tokens,
             "response_format": self.response_format,
@@ -68,4 +63,4 @@ class SamplingFields(OtherNames, frozen=True, kw_only=True):
             "prompt_logprobs": self.prompt_logprobs,
             "return_progress": form.shows_progress or form.continuous_usage or None,
         }
-        return super().to_wire(session) | own | other_names.translated(self).fields
+        return WireFields(common.fields | own | others.fields, common.names | others.names)

@@ -13,6 +13,12 @@ def test_the_page_is_up_to_date() -> None:
     assert fields_page.TARGET.read_text() == fields_page.render(source), "run python -m tools.fields_page"
 
 
+def test_the_fields_of_every_body_are_listed() -> None:
+    listed = tuple(fields_page.ENDPOINTS[path].body for path in fields_page.KNOWN)
+    asked = [one for one in fields_page.ENDPOINTS.values() if one.method == "POST"]
+    assert [one.path for one in asked if not issubclass(one.body, listed)] == []
+
+
 @PATHS
 def test_every_known_field_is_either_served_or_refused_or_ignored(path: str) -> None:
     fates = {name: fields_page.fates_of(path, name) for name in fields_page.servers_of(path)}

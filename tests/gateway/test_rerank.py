@@ -1,6 +1,7 @@
 """Ranks and scores in the forms of Cohere, Jina, vLLM and TEI, as requests and replies of the wire."""
 
 import json
+import math
 from typing import Any
 
 import pytest
@@ -39,6 +40,12 @@ def test_results_have_their_documents_if_these_were_asked_for(returned: bool) ->
     expected = [{"text": "b"}, {"text": "a"}] if returned else [None, None]
     assert [one.get("document") for one in found["results"]] == expected
     assert (found["id"], found["model"], found["usage"]) == ("r", "m", {"prompt_tokens": 7, "total_tokens": 7})
+
+
+@pytest.mark.parametrize(("raw_scores", "score"), [(None, 2.5), (True, 2.5), (False, 1 / (1 + math.exp(-2.5)))])
+def test_scores_are_between_0_and_1_if_they_are_not_to_be_raw(raw_scores: bool | None, score: float) -> None:
+    found = json.loads(parse(raw_scores=raw_scores).encode(REPLY))
+    assert found["results"][0]["relevance_score"] == pytest.approx(score)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,9 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from tokenbus.gateway.openai.fields import CommonFields, RequestedReasoning
+from tokenbus.gateway.openai.conversation_fields import ConversationFields
+from tokenbus.gateway.openai.fields import WireFields
+from tokenbus.protocol.wire import errors
 from tokenbus.protocol.wire import messages as wire
 
 
@@ -64,19 +66,14 @@ class TextConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     verbosity: str | None = None
 
 
-class ResponsesBody(CommonFields, frozen=True, kw_only=True):
+class ResponsesBody(ConversationFields, frozen=True, kw_only=True):
     """The body of a request. Unknown fields are ignored, as OpenAI's clients expect."""
 
     input: str | list[InputItem] | None = None
     """Empty if left out: OpenAI's clients require no field at all."""
     instructions: str | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = None
     max_output_tokens: int | None = None
-    top_logprobs: int | None = None
     include: list[str] | None = None
-    reasoning: RequestedReasoning | None = None
     text: TextConfig | None = None
     metadata: dict[str, str] | None = None
     """Returned unchanged."""
@@ -87,17 +84,31 @@ class ResponsesBody(CommonFields, frozen=True, kw_only=True):
     """Returned unchanged, as the next two: it limits tools that a server runs, and there are none."""
     user: str | None = None
     safety_identifier: str | None = None
-    background: bool | None = None
-    """This field and the next three are refused."""
-    conversation: str | dict[str, Any] | None = None
-    prompt: dict[str, Any] | None = None
-    context_management: list[dict[str, Any]] | None = None
-    thinking_token_budget: int | None = None
-    """This field and those below are not OpenAI's."""
-    reasoning_budget_tokens: int | None = None
-    thinking_budget_tokens: int | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    """Variables for the chat template, as on the wire."""
+    # Refused unless the value changes nothing: the endpoint says which.
+    background: Any = None
+    conversation: Any = None
+    prompt: Any = None
+    context_management: Any = None
+    previous_input_messages: Any = None
+    enable_response_messages: Any = None
+    messages: Any = None
+    max_completion_tokens: Any = None
+    logprobs: Any = None
+    continue_final_message: Any = None
+    add_generation_prompt: Any = None
+
+    def to_wire(self, session: str | None) -> WireFields:
+        fields, names = super().to_wire(session)
+        for field, name, given in (
+            ("max_tokens", "max_output_tokens", self.max_output_tokens),
+            ("response_format", "text.format", self.format),
+        ):
+            if given is None:
+                continue
+            if fields[field] not in (None, given):
+                raise errors.invalid_field(names[field], f"is another name of {name}: give one of them")
+            fields[field] = given
+        return WireFields(fields, names)
 
     @property
     def items(self) -> list[InputItem]:

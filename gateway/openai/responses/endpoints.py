@@ -8,7 +8,8 @@ import msgspec
 from tokenbus.client.wire.wire_client import WireClient
 from tokenbus.gateway.http import http_errors
 from tokenbus.gateway.http.http_errors import NameOf
-from tokenbus.gateway.openai.fields import ReasoningWishes, read_wishes
+from tokenbus.gateway.openai import conversation_fields
+from tokenbus.gateway.openai.fields import ReasoningWishes, WireFields
 from tokenbus.gateway.openai.responses import output, stored
 from tokenbus.gateway.openai.responses.body import PlacedItem, ResponsesBody
 from tokenbus.gateway.openai.responses.events import ResponseEncoder
@@ -28,11 +29,28 @@ from tokenbus.protocol.wire import errors
 from tokenbus.protocol.wire import messages as wire
 from tokenbus.protocol.wire.checks import validation
 
-_UNSERVED = {
+_LIMIT = "use max_output_tokens"
+_UNSERVED = conversation_fields.UNSERVED | {
     "conversation": UnservedField("there are no conversations: use previous_response_id, or send all of it as input"),
     "prompt": UnservedField("no prompts are stored: send instructions and input"),
     "background": UnservedField("a response ends with its request: leave it out, or use stream", (None, False)),
     "context_management": UnservedField("a conversation is never compacted or truncated", (None, [])),
+    "previous_input_messages": UnservedField("use previous_response_id, or send all of it as input", (None, [])),
+    "enable_response_messages": UnservedField("responses have items, no messages", (None, False)),
+    "messages": UnservedField("use input"),
+    "max_tokens": UnservedField(_LIMIT),
+    "max_completion_tokens": UnservedField(_LIMIT),
+    "n": UnservedField("there is one answer", (None, 1)),
+    "logprobs": UnservedField("use top_logprobs", (None, False)),
+    "prompt_logprobs": UnservedField("only chat completions and completions have them"),
+    "response_format": UnservedField("use text.format"),
+    "continue_final_message": UnservedField("answers begin a new item", (None, False)),
+    "add_generation_prompt": UnservedField("answers begin a new item", (None, True)),
+}
+_IGNORED = {name: reason for name, reason in conversation_fields.IGNORED.items() if name != "user"} | {
+    "stream_options": "events have all there is",
+    "return_progress": "asks for more about the request than its answer",
+    "truncation": "a conversation that does not fit is refused, never cut",
 }
 _SUMMARIES = ("auto", "concise", "detailed")
 """All mean the same: the reasoning itself."""
@@ -98,9 +116,9 @@ def _prepared(body: ResponsesBody, head: RequestHead) -> _Prepared:
     tools, items = OfferedTools(body.offered(whole), body.tool_choice), conversation_of(body.instructions, whole)
     messages = conversation.normalized(items.messages)
     paths = items.paths[len(items.messages) - len(messages) :]  # without those of joined system messages
-    wishes = read_wishes(body, body.reasoning, body.chat_template_kwargs)
-    names = ResponsesFieldNames(paths, tools.paths, body.renamed | wishes.names)
-    request = _to_wire(body, messages, tools, wishes, head)
+    wishes, common = body.read_wishes(), body.to_wire(head.session)
+    names = ResponsesFieldNames(paths, tools.paths, common.names | wishes.names)
+    request = _to_wire(body, messages, tools, wishes, common, head)
     with http_errors.renaming(names.of):
         validation.check_request(request)
     return _Prepared(whole, tools, request, names.of)
@@ -111,21 +129,20 @@ def _to_wire(
     messages: list[wire.ChatMessage],
     tools: OfferedTools,
     wishes: ReasoningWishes,
+    common: WireFields,
     head: RequestHead,
 ) -> wire.GenerateRequest:
     wants_logprobs = bool(body.top_logprobs) or _WITH_LOGPROBS in (body.include or [])
     return wire.GenerateRequest(
         id=head.id,
         messages=messages,
-        max_tokens=body.max_output_tokens,
         logprobs=(body.top_logprobs or 0) if wants_logprobs else None,
-        response_format=body.format,
         tools=tools.functions or None,
         tool_choice=tools.choice,
         parallel_tool_calls=body.parallel_tool_calls,
         reasoning=wishes.options,
         chat_template_kwargs=wishes.template_arguments,
-        **body.to_wire(head.session),
+        **common.fields,
     )
 
 
@@ -148,6 +165,7 @@ ENDPOINT = ApiEndpoint(
     read=read,
     response=Response,
     unserved=_UNSERVED,
+    ignored=_IGNORED,
     streamed_errors=_STREAMED_ERRORS,
     repeats_logprobs=True,
 )
@@ -158,4 +176,5 @@ INPUT_TOKENS = ApiEndpoint(
     read=read_count,
     response=InputTokens,
     unserved=_UNSERVED,
+    ignored=_IGNORED,
 )

@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from tokenbus.gateway.http import http_errors
 from tokenbus.gateway.openai.responses.body import InputContentPart, InputItem, PlacedItem
 from tokenbus.gateway.openai.responses.tools import arguments_of, full_name
 from tokenbus.protocol.wire import errors
@@ -158,7 +159,7 @@ class ResponsesFieldNames:
     def __init__(self, messages: Sequence[MessagePath], tools: Sequence[str], renamed: Mapping[str, str]) -> None:
         self._messages = messages
         self._tools = tools
-        self._renamed = {**_RENAMED, **renamed}
+        self._name_of = http_errors.by_field({**_RENAMED, **renamed})
 
     def of(self, param: str) -> str:
         """Returns OpenAI's name of a field."""
@@ -166,7 +167,7 @@ class ResponsesFieldNames:
             return _in_message(self._messages[int(found[1])], found[2] or "")
         if (found := _TOOL.fullmatch(param)) and int(found[1]) < len(self._tools):
             return self._tools[int(found[1])] + found[2]
-        return self._renamed.get(param, param)
+        return self._name_of(param)
 
 
 def _in_message(path: MessagePath, field: str) -> str:

@@ -255,7 +255,7 @@ def begun(head: ResponseHead, body: ResponsesBody, tools: OfferedTools, token: s
         frequency_penalty=body.frequency_penalty or 0.0,
         previous_response_id=body.previous_response_id,
         prompt_cache_key=body.prompt_cache_key,
-        reasoning=ReasoningConfig(effort=asked.effort, summary=asked.summary),
+        reasoning=ReasoningConfig(effort=body.reasoning_effort or asked.effort, summary=asked.summary),
         safety_identifier=body.safety_identifier,
         service_tier=_TIERS.get(body.service_tier or "", "default"),
         store=is_stored,

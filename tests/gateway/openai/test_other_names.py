@@ -7,15 +7,19 @@ import pytest
 
 from tests.support.refusals import refusal_of
 from tokenbus.gateway.openai import chat, completions
+from tokenbus.gateway.openai.responses import endpoints as responses
 from tokenbus.gateway.serving.dialect import ApiEndpoint
 from tokenbus.protocol.wire import limits, messages
 
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "hello"}]},
     "/v1/completions": {"prompt": "hello"},
+    "/v1/responses": {"input": "hello"},
 }
-ENDPOINTS: dict[str, ApiEndpoint[Any]] = {one.path: one for one in (chat.ENDPOINT, completions.ENDPOINT)}
-BOTH = pytest.mark.parametrize("path", BODIES)
+ENDPOINTS: dict[str, ApiEndpoint[Any]] = {
+    one.path: one for one in (chat.ENDPOINT, completions.ENDPOINT, responses.ENDPOINT)
+}
+ALL = pytest.mark.parametrize("path", BODIES)
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 JSON = messages.ResponseFormat(type="json_schema", json_schema=messages.JsonSchema(schema=SCHEMA))
 SERVED: list[tuple[dict[str, Any], dict[str, Any]]] = [
@@ -40,9 +44,11 @@ SERVED: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"repeat_last_n": -1}, {"repetition_last_n": limits.MAX_TOKENS}),
     ({"random_seed": 3}, {"seed": 3}),
     ({"random_seed": 3, "seed": 3}, {"seed": 3}),
-    ({"stream": True, "return_progress": True}, {"return_progress": True}),
-    ({"return_progress": True}, {"return_progress": None}),
-    ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, {"return_progress": True}),
+]
+PROGRESS: list[tuple[dict[str, Any], bool | None]] = [
+    ({"stream": True, "return_progress": True}, True),
+    ({"return_progress": True}, None),
+    ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, True),
 ]
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs.choice"),
@@ -69,42 +75,41 @@ def request_of(path: str, **fields: Any) -> messages.GenerateRequest:
     return request
 
 
-@BOTH
+@ALL
 @pytest.mark.parametrize(("fields", "wire"), SERVED)
 def test_what_the_wire_has_is_served_under_other_names(path: str, fields: dict[str, Any], wire: dict[str, Any]) -> None:
     request = request_of(path, **fields)
     assert {name: getattr(request, name) for name in wire} == wire
 
 
-@BOTH
+@ALL
 @pytest.mark.parametrize(("fields", "param"), WRONG)
 def test_an_error_has_the_name_that_the_client_gave(path: str, fields: dict[str, Any], param: str) -> None:
     error = refusal_of(lambda: request_of(path, **fields))
     assert (error.param or "").startswith(param), error
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+@pytest.mark.parametrize(("fields", "asked"), PROGRESS)
+def test_only_streams_tell_their_progress(path: str, fields: dict[str, Any], asked: bool | None) -> None:
+    assert request_of(path, **fields).return_progress is asked
+
+
 @pytest.mark.parametrize(
-    ("path", "name", "harmless"),
-    [(path, name, field.harmless) for path, one in ENDPOINTS.items() for name, field in one.unserved.items()],
+    ("path", "name"), [("/v1/chat/completions", "max_completion_tokens"), ("/v1/responses", "max_output_tokens")]
 )
-def test_what_would_change_an_answer_and_is_not_served_is_refused_by_name(
-    path: str, name: str, harmless: tuple[object, ...]
-) -> None:
-    for value in harmless:
-        request_of(path, **{name: value})
-    numbers = [one for one in harmless if isinstance(one, int) and not isinstance(one, bool)]
-    for value in ({"other": 1}, "other", 12.5, *([bool(one) for one in numbers if one in (0, 1)])):
-        assert refusal_of(lambda value=value: request_of(path, **{name: value})).param == name  # type: ignore[misc]
+def test_the_same_limit_under_two_names_may_not_have_two_values(path: str, name: str) -> None:
+    assert request_of(path, n_predict=5, **{name: 5}).max_tokens == 5
+    assert refusal_of(lambda: request_of(path, n_predict=5, **{name: 6})).param == "n_predict"
 
 
-def test_the_same_limit_under_two_names_may_not_have_two_values() -> None:
-    path = "/v1/chat/completions"
-    assert request_of(path, n_predict=5, max_completion_tokens=5).max_tokens == 5
-    assert refusal_of(lambda: request_of(path, n_predict=5, max_completion_tokens=6)).param == "n_predict"
+def test_a_response_has_one_format() -> None:
+    both = {"guided_json": SCHEMA, "text": {"format": {"type": "json_object"}}}
+    assert refusal_of(lambda: request_of("/v1/responses", **both)).param == "guided_json"
 
 
-def test_switches_of_reasoning_become_the_templates_variable() -> None:
-    path = "/v1/chat/completions"
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
+def test_switches_of_reasoning_become_the_templates_variable(path: str) -> None:
     for fields in ({"enable_thinking": False}, {"thinking": {"type": "disabled"}}):
         assert request_of(path, **fields).chat_template_kwargs == {"enable_thinking": False}
     assert request_of(path, thinking={"type": "auto"}).chat_template_kwargs is None

@@ -51,9 +51,8 @@ def test_every_field_becomes_that_of_the_wire() -> None:
         "min_tokens": 2,
         "stop_token_ids": [5],
     }
-    assert same.keys() | {"session_id", "priority"} == CommonFields().to_wire(None).keys() - {"cache_control"} | {
-        "parallel_tool_calls"
-    }
+    common = CommonFields().to_wire(None).fields
+    assert same.keys() | {"session_id", "priority"} == common.keys() - {"cache_control"} | {"parallel_tool_calls"}
     wanted = read(max_output_tokens=9, session_id="session", priority=3, **same)
     assert (wanted.model, wanted.n, wanted.stream) == ("demo", 1, False)
     assert wanted.requests[0] == messages.GenerateRequest(
