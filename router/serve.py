@@ -187,7 +187,7 @@ class Router:
     async def open(self) -> None:
         """Discovers the workers, then starts to receive requests."""
         await self._watch.open()
-        await self._workers.receiver.open()
+        await self._workers.open()
         await self._guardianship.open()
         await self._intake.open()
 

@@ -12,6 +12,7 @@ from nats.aio.msg import Msg
 from tokenbus.client.wire.chunk_stream import ChunkStream
 from tokenbus.protocol import late_logger, tasks
 from tokenbus.protocol.bus import bus
+from tokenbus.protocol.bus.reply_inbox import ReplyInbox
 from tokenbus.protocol.parts.sender import PartsSender
 from tokenbus.protocol.ttl_cache import TTLCache
 from tokenbus.protocol.wire import codec, errors, messages, subjects
@@ -39,10 +40,9 @@ class Inbox:
         self._names = names
         self._tenant = tenant
         self._encoding = encoding
-        self._is_own = bool(prefix)
-        """Whether it is the tenant's rather than the connection's."""
         self._prefix = f"{prefix}.{secrets.token_hex(8)}" if prefix else connection.new_inbox()
-        self._parts = PartsSender(connection, lambda token: f"{self._prefix}.part.{token}", encoding)
+        self._replies = ReplyInbox(connection, lambda token: f"{self._prefix}.answer.{token}")
+        self._parts = PartsSender(connection, self._replies, encoding)
         self._uploads: dict[str, asyncio.Task[None]] = {}
         """Tasks that send large requests, by the last token of their reply subjects; kept until a reply arrives."""
         self._streams: dict[str, ChunkStream] = {}
@@ -86,6 +86,7 @@ class Inbox:
         if self._subscription is not None:
             with contextlib.suppress(ConnectionError):
                 await self._connection.unsubscribe(self._subscription)
+                await self._replies.close()
 
     def submit(self, stream: ChunkStream, request: messages.GenerateRequest) -> None:
         """Publishes a stream's request under a new reply subject. If that fails, the stream is told why."""
@@ -188,27 +189,10 @@ class Inbox:
 
     async def request(self, message: bus.Outgoing, timeout_s: float) -> Msg:
         """Sends a request, in parts if it is large, and returns its single answer; raises what `PartsSender.stage` and
-        `Bus.request` do.
-
-        A router answers only to the tenant's inboxes, and the connection's own may not be one."""
+        `ReplyInbox.request` do."""
         message = await self._parts.stage(message)
-        if not self._is_own:
-            return await self._connection.request(message.subject, message.payload, timeout_s, headers=message.headers)
-        answered: asyncio.Future[Msg] = asyncio.get_running_loop().create_future()
-        reply = f"{self._prefix}.answer.{secrets.token_hex(8)}"
-        take = answered.set_result
-        subscription = await self._connection.subscribe(reply, lambda one: None if answered.done() else take(one))
-        try:
-            self._connection.publish(message.subject, message.payload, reply=reply, headers=message.headers)
-            async with asyncio.timeout(timeout_s):
-                answer = await answered
-        except TimeoutError as error:
-            raise TimeoutError(f"no reply on {message.subject} within {timeout_s} s") from error
-        finally:
-            await self._connection.unsubscribe(subscription)
-        if bus.is_no_responders(answer):
-            raise bus.NoRespondersError(message.subject)
-        return answer
+        await self._replies.open()
+        return await self._replies.request(message, timeout_s)
 
     def forget(self, stream: ChunkStream) -> None:
         token = self._reply_tokens.pop(stream, None)

@@ -252,12 +252,8 @@ class WireClient:
     async def cancel(self, request_id: str, timeout_s: float = 2.0) -> bool:
         """Cancels any request of this tenant. Returns False if no process holds a request with that id."""
         try:
-            answer = await self._connection.request(
-                self._names.cancel(request_id, self._tenant),
-                b"",
-                timeout_s,
-                headers=codec.content_headers(self._encoding),
-            )
+            subject, headers = self._names.cancel(request_id, self._tenant), codec.content_headers(self._encoding)
+            answer = await self._inbox.request(bus.Outgoing(subject, b"", headers=headers), timeout_s)
         except (bus.NoRespondersError, TimeoutError):
             return False
         return self._read(_cancels, answer).cancelled

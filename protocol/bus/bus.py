@@ -122,12 +122,6 @@ class Bus(Protocol):
         """Ends a subscription, after delivering the messages that the broker has already sent to it."""
         ...
 
-    async def request(
-        self, subject: str, payload: bytes, timeout_s: float, headers: dict[str, str] | None = None
-    ) -> Msg:
-        """Returns the first reply. Raises NoRespondersError, TimeoutError, PayloadTooLargeError, ConnectionError."""
-        ...
-
     async def flush(self, timeout_s: float = 5.0) -> None:
         """Returns once the broker has received everything published before, and this process has read everything that
         the broker had sent it by then. Raises TimeoutError, ConnectionError."""

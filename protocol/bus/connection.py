@@ -22,12 +22,7 @@ from nats.js import JetStreamContext
 
 from tokenbus.protocol import late_logger
 from tokenbus.protocol.bus import bus
-from tokenbus.protocol.bus.bus import (
-    BadSubjectError,
-    NoRespondersError,
-    OutboundBufferLimitError,
-    PayloadTooLargeError,
-)
+from tokenbus.protocol.bus.bus import BadSubjectError, OutboundBufferLimitError, PayloadTooLargeError
 from tokenbus.protocol.bus.handshake import BrokerRefusedError
 from tokenbus.protocol.bus.nats_client import OPTIONS, HardenedClient
 from tokenbus.protocol.bus.settings import BusSettings as BusSettings
@@ -208,22 +203,6 @@ class Connection:
             else:  # nothing more can arrive, and draining would wait for the broker's answer
                 await subscription.unsubscribe()
         self._client.callbacks.pop(subscription._id, None)
-
-    async def request(
-        self, subject: str, payload: bytes, timeout_s: float, headers: dict[str, str] | None = None
-    ) -> Msg:
-        # nats-py builds the message, so its exact size is not known here.
-        if len(payload) + limits.MESSAGE_RESERVE_BYTES > self.max_payload:
-            raise PayloadTooLargeError(f"{len(payload)} bytes do not fit in the broker's {self.max_payload}")
-        try:
-            with CancellationGuard():
-                return await self._client.request(subject, payload, timeout=timeout_s, headers=headers or None)
-        except nats.errors.NoRespondersError as error:
-            raise NoRespondersError(subject) from error
-        except nats.errors.TimeoutError as error:
-            raise TimeoutError(f"no reply on {subject} within {timeout_s} s") from error
-        except nats.errors.Error as error:
-            raise ConnectionError(f"the request could not be sent: {error}") from error
 
     async def flush(self, timeout_s: float = 5.0) -> None:
         if not self._client.is_connected:  # nats-py's flush would return at once

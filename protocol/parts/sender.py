@@ -3,13 +3,11 @@ answered."""
 
 import asyncio
 import contextlib
-import secrets
-from collections.abc import Callable
 
 from nats.aio.msg import Msg
 
-from tokenbus.protocol.bus import bus
 from tokenbus.protocol.bus.bus import Bus, NoRespondersError, OutboundBufferLimitError, Outgoing
+from tokenbus.protocol.bus.reply_inbox import ReplyInbox
 from tokenbus.protocol.parts import assembly as parts
 from tokenbus.protocol.wire import codec, errors, limits, messages
 
@@ -26,27 +24,23 @@ class PartsSender:
     def __init__(
         self,
         connection: Bus,
-        to_reply: Callable[[str], str],
+        replies: ReplyInbox,
         encoding: codec.Encoding = codec.Encoding.MSGPACK,
         *,
         timeout_s: float = 5.0,
         tries: int = 3,
     ) -> None:
-        """`to_reply` makes a reply subject from a token, or the pattern matching all from an asterisk. A part not
-        answered in time is sent again, up to `tries` times in all."""
+        """The answers to parts arrive in `replies`. A part not answered in time is sent again, up to `tries` times in
+        all."""
         self._connection = connection
-        self._to_reply = to_reply
+        self._replies = replies
         self._encoding = encoding
         self._timeout_s = timeout_s
         self._tries = tries
-        self._asked: dict[str, asyncio.Future[Msg]] = {}
-        """Parts awaiting an answer, by reply subject."""
         self._turns = asyncio.Semaphore(_MAX_IN_TURN)
-        self._subscribing = asyncio.Lock()
-        self._is_subscribed = False
 
     def __repr__(self) -> str:
-        return f"<PartsSender, {len(self._asked)} unanswered>"
+        return f"<PartsSender {self._replies!r}>"
 
     def fits(self, payload: bytes) -> bool:
         """Whether a message needs no parts."""
@@ -82,7 +76,7 @@ class PartsSender:
 
     async def _ask(self, subject: str, payload: bytes, headers: dict[str, str]) -> str:
         """Sends an announcement or a part, retrying if no answer arrives, and returns the subject for further parts."""
-        await self._subscribe()
+        await self._replies.open()
         for _ in range(self._tries):
             try:
                 return self._read(await self._ask_once(subject, payload, headers))
@@ -91,22 +85,10 @@ class PartsSender:
         raise TimeoutError(f"no answer on {subject} in {self._tries} times {self._timeout_s} s")
 
     async def _ask_once(self, subject: str, payload: bytes, headers: dict[str, str]) -> Msg:
-        reply = self._to_reply(secrets.token_hex(8))
-        answered: asyncio.Future[Msg] = asyncio.get_running_loop().create_future()
-        self._asked[reply] = answered
-        try:
-            async with self._turns:
-                self._connection.publish(subject, payload, reply, headers)
-                await asyncio.wait([answered], timeout=min(_TURN_S, self._timeout_s))
-            async with asyncio.timeout(self._timeout_s):
-                answer = await answered
-        except OutboundBufferLimitError as error:
-            raise ConnectionError(str(error)) from error
-        finally:
-            del self._asked[reply]
-        if bus.is_no_responders(answer):
-            raise NoRespondersError(subject)
-        return answer
+        async with self._turns:
+            answered = self._replies.request(Outgoing(subject, payload, headers=headers), self._timeout_s)
+            await asyncio.wait([answered], timeout=_TURN_S)
+        return await answered
 
     def _read(self, answer: Msg) -> str:
         """Returns the subject in an answer. Raises RequestError for a refusal, and for a receiver that does not support
@@ -122,15 +104,3 @@ class PartsSender:
             text = "the message is larger than the broker allows, and its receiver takes none in parts"
             raise errors.request_error(errors.Code.PAYLOAD_TOO_LARGE, text)
         raise errors.RequestError(read.error)
-
-    async def _subscribe(self) -> None:
-        # Only senders of large messages need another subscription.
-        async with self._subscribing:
-            if not self._is_subscribed:
-                await self._connection.subscribe(self._to_reply("*"), self._on_answer)
-                self._is_subscribed = True
-
-    def _on_answer(self, message: Msg) -> None:
-        answered = self._asked.get(message.subject)
-        if answered is not None and not answered.done():
-            answered.set_result(message)

@@ -55,12 +55,14 @@ class Broker(RecordingBus):
     async def unsubscribe(self, subscription: str) -> None:
         del self.callbacks[subscription]
 
-    async def request(
-        self, subject: str, payload: bytes, timeout_s: float, headers: dict[str, str] | None = None
-    ) -> Msg:
+    def publish(self, subject: str, payload: bytes, reply: str = "", headers: dict[str, str] | None = None) -> None:
+        if subject != NAMES.guard("demo"):
+            super().publish(subject, payload, reply, headers)
+            return
         self.asked.append((subject, _guards.decode(payload)))
         data = self.answer(self.asked[-1][1])
-        return Msg(_client=None, subject="", data=data)  # type: ignore[arg-type]
+        take, _ = self.callbacks[f"{self.new_inbox()}.*"]
+        asyncio.get_running_loop().call_soon(take, Msg(_client=None, subject=reply, data=data))  # type: ignore[arg-type]
 
 
 class Queue:
@@ -528,6 +530,7 @@ def waiting(**changes: object) -> Flight:
 @pytest.mark.parametrize("accepted", [True, False])
 async def test_a_request_is_offered_to_one_router_which_may_accept_it(accepted: bool) -> None:
     testbed = Testbed()
+    await testbed.parts.open()
     testbed.broker.answer = lambda guard: codec.encode(codec.replace(ACCEPTED, accepted=accepted))
     assert await testbed.guardianship.offer(waiting()) is accepted
     ((subject, guard),) = testbed.broker.asked
@@ -552,6 +555,7 @@ async def test_without_a_proper_answer_nobody_has_taken_a_request_over(problem: 
         return b"\xc1"
 
     testbed = Testbed()
+    await testbed.parts.open()
     testbed.broker.answer = fail
     assert not await testbed.guardianship.offer(waiting())
     assert len(testbed.broker.asked) == 1
@@ -572,6 +576,7 @@ async def test_a_cancel_that_comes_while_a_request_is_handed_over_follows_it(is_
         one.cancelled = is_cancelled
         return codec.encode(ACCEPTED)
 
+    await testbed.parts.open()
     testbed.broker.answer = accept
     assert await testbed.guardianship.offer(one)
     assert [message.subject for message in testbed.broker.take()] == [NAMES.cancel("r1", model="demo")] * is_cancelled

@@ -7,7 +7,6 @@ import math
 import re
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from nats.aio.msg import Msg
 
@@ -33,7 +32,6 @@ class SimBus:
         self._subscriptions: list[Subscription] = []
         self._pending: list[Callable[[Link], None]] = []
         self._pings: deque[tuple[float, asyncio.Future[None] | None]] = deque()
-        self._requests: dict[str, asyncio.Future[Msg]] = {}
         self._inbox = f"_INBOX.{next(self._numbers)}"
         self.link: Link | None = None
         self._is_closed = False
@@ -94,27 +92,6 @@ class SimBus:
         with contextlib.suppress(TimeoutError, ConnectionError):
             await self.flush()
         self._subscriptions.remove(subscription)
-
-    async def request(
-        self, subject: str, payload: bytes, timeout_s: float, headers: dict[str, str] | None = None
-    ) -> Msg:
-        reply = self.new_inbox()
-        future: asyncio.Future[Msg] = asyncio.get_running_loop().create_future()
-        self._requests[reply] = future
-        subscription = await self.subscribe(reply, lambda message: self._answer(reply, message))
-        try:
-            self.publish(subject, payload, reply, headers)
-            async with asyncio.timeout(timeout_s):
-                message = await future
-        except bus.OutboundBufferLimitError as error:
-            raise ConnectionError(str(error)) from error
-        finally:
-            del self._requests[reply]
-            self._subscriptions.remove(subscription)
-            self._put(lambda link: _forget(link, subscription))
-        if bus.is_no_responders(message):
-            raise bus.NoRespondersError(subject)
-        return message
 
     async def flush(self, timeout_s: float = 5.0) -> None:
         if not self.is_connected:
@@ -218,11 +195,6 @@ class SimBus:
         pending, self._pending = self._pending, []
         for action in pending:
             self.link.send(action)
-
-    def _answer(self, reply: str, message: Msg) -> None:
-        future: asyncio.Future[Any] | None = self._requests.get(reply)
-        if future is not None and not future.done():
-            future.set_result(message)
 
 
 def _pong(link: Link) -> None:

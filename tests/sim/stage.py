@@ -32,7 +32,7 @@ class Peer:
         self.chunks: list[messages.Chunk] = []
         self.process.do(self.bus.subscribe(self.inbox, self._take))
         self.parts = WorkerClient(self.bus, NAMES, "peer", 1 << 20)
-        self.process.do(self.parts.receiver.open())
+        self.process.do(self.parts.open())
 
     def _take(self, message: Msg) -> None:
         self.chunks.append(codec.Decoder(messages.Chunk).decode(message.data, codec.Encoding.JSON))

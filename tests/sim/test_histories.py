@@ -18,6 +18,7 @@ from tests.sim.network import Broker, Link
 from tests.sim.sim_bus import SimBus
 from tests.sim.system import LIMITS, MODEL, FrontendProcess, RouterProcess, kill
 from tests.sim.world import Process, world
+from tokenbus.protocol.bus.bus import Outgoing
 from tokenbus.protocol.wire import codec, internal, limits, subjects
 
 HISTORIES = int(os.environ.get("TOKENBUS_HISTORIES", "30"))
@@ -341,8 +342,9 @@ class History(RuleBasedStateMachine):
 
     def snapshot(self, frontend: FrontendProcess) -> internal.SnapshotPart:
         """The first part of a worker's snapshot, as a router gets it."""
-        bus, subject = self.routers[0].bus, subjects.Subjects().worker(MODEL, frontend.name, "snapshot")
-        answer = self.routers[0].process.do(bus.request(subject, b"", 1.0))
+        subject = subjects.Subjects().worker(MODEL, frontend.name, "snapshot")
+        workers = self.routers[0].router._workers
+        answer = self.routers[0].process.do(workers.request(Outgoing(subject, b""), 1.0))
         return codec.Decoder(internal.SnapshotPart).decode(answer.data)
 
     def new_frontend(self, name: str) -> FrontendProcess:

@@ -24,6 +24,7 @@ from nats.aio.msg import Msg
 
 from tokenbus.protocol import tasks
 from tokenbus.protocol.bus.bus import Bus, NoRespondersError, OutboundBufferLimitError, Outgoing, is_no_responders
+from tokenbus.protocol.bus.reply_inbox import ReplyInbox
 from tokenbus.protocol.parts.assembly import UploadLimits, part_bytes
 from tokenbus.protocol.parts.receiver import PartsReceiver
 from tokenbus.protocol.parts.sender import PartsSender
@@ -187,9 +188,8 @@ class BlockTransport:
             except BaseException:
                 await bus.close()
                 raise
-            self._sender = PartsSender(
-                bus, lambda number: self._own(f"kv.received.{number}"), timeout_s=ANSWER_S, tries=1
-            )
+            received = ReplyInbox(bus, lambda number: self._own(f"kv.received.{number}"))
+            self._sender = PartsSender(bus, received, timeout_s=ANSWER_S, tries=1)
             self._bus = bus
             return bus
         finally:

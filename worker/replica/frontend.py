@@ -10,6 +10,7 @@ import structlog
 
 from tokenbus.protocol import tasks
 from tokenbus.protocol.bus.bus import Bus, lease_time
+from tokenbus.protocol.bus.reply_inbox import ReplyInbox
 from tokenbus.protocol.parts.sender import PartsSender
 from tokenbus.protocol.telemetry import tracing
 from tokenbus.protocol.wire import internal, limits, subjects
@@ -101,9 +102,8 @@ class Frontend:
         self._bus.on_reconnect = self._reconnected
         # Parts leave over `incoming`, so that no chunk queues behind one, and the broker's notices come back over it.
         model, worker_id = self.announcer.model, self.announcer.worker_id
-        sender = PartsSender(
-            incoming, partial(self._names.received, model, worker_id), timeout_s=_PART_TIMEOUT_S, tries=2
-        )
+        received = ReplyInbox(incoming, partial(self._names.received, model, worker_id))
+        sender = PartsSender(incoming, received, timeout_s=_PART_TIMEOUT_S, tries=2)
         await self._guardians.open(incoming, sender)
         if connect is not None:
             await self.exchange.open(incoming, self._names, connect)

@@ -12,6 +12,7 @@ from nats.aio.msg import Msg
 
 from tokenbus.protocol import tasks
 from tokenbus.protocol.bus.bus import Bus, NoRespondersError, OutboundBufferLimitError, Outgoing, PayloadTooLargeError
+from tokenbus.protocol.bus.reply_inbox import ReplyInbox
 from tokenbus.protocol.parts.assembly import UploadLimits
 from tokenbus.protocol.parts.receiver import PartsReceiver
 from tokenbus.protocol.parts.sender import PartsSender
@@ -46,7 +47,8 @@ class WorkerClient:
         self._names = names
         inbox = bus.new_inbox()
         self._inboxes = inbox.partition(".")[0] + "."
-        self.sender = PartsSender(bus, lambda token: f"{inbox}.{token}", timeout_s=_PART_TIMEOUT_S, tries=2)
+        self._replies = ReplyInbox(bus, lambda token: f"{inbox}.{token}")
+        self.sender = PartsSender(bus, self._replies, timeout_s=_PART_TIMEOUT_S, tries=2)
         self.receiver = PartsReceiver(
             bus,
             lambda sender, upload_id: names.router_upload(router_id, upload_id),
@@ -56,6 +58,11 @@ class WorkerClient:
 
     def __repr__(self) -> str:
         return f"<WorkerClient {self.sender!r} {self.receiver!r}>"
+
+    async def open(self) -> None:
+        """Subscribes to workers' replies and to the parts of large messages."""
+        await self._replies.open()
+        await self.receiver.open()
 
     def is_router(self, reply: str) -> bool:
         """Whether a reply subject is a router's: they all have the same prefix."""
@@ -70,7 +77,7 @@ class WorkerClient:
     ) -> ReplyT:
         """Returns the worker's reply.
 
-        Raises NoRespondersError, TimeoutError, PayloadTooLargeError and ConnectionError like `Bus.request`, and
+        Raises NoRespondersError, TimeoutError, PayloadTooLargeError and ConnectionError like `ReplyInbox.request`, and
         RequestError(internal) for a reply that can't be decoded, such as one from another version of Tokenbus."""
         return await self.send(card, op, await self.stage(card, op, message, headers), timeout_s)
 
@@ -89,9 +96,9 @@ class WorkerClient:
             raise invalid_reply(card.worker_id, str(problem)) from problem
 
     async def request(self, staged: Outgoing, timeout_s: float) -> Msg:
-        """Sends what the sender has staged, and returns the whole reply. Raises what `Bus.request` does, and
+        """Sends what the sender has staged, and returns the whole reply. Raises what `ReplyInbox.request` does, and
         RequestError for a large reply that can't be taken."""
-        reply = await self._bus.request(staged.subject, staged.payload, timeout_s, staged.headers)
+        reply = await self._replies.request(staged, timeout_s)
         return await self.receiver.whole(reply, "reply", timeout_s)
 
 

@@ -9,7 +9,9 @@ import pytest
 
 from tests.hostile.scale import times
 from tokenbus.cli.console import nats_server
+from tokenbus.protocol.bus.bus import Outgoing
 from tokenbus.protocol.bus.connection import BusSettings, connect
+from tokenbus.protocol.bus.reply_inbox import ReplyInbox
 
 SUBJECT = "test.subject"
 MOST_TURNS = 10_000
@@ -66,6 +68,12 @@ async def test_a_cancel_while_a_request_waits_for_its_reply_is_never_lost(url: s
 
     async def nothing() -> None: ...
 
-    await cancelled_at_every_turn(lambda: connection.request(SUBJECT, b"", 5.0), nothing)
+    replies = ReplyInbox(connection, "reply.{}".format)
+
+    async def ask() -> None:
+        await replies.open()
+        await replies.request(Outgoing(SUBJECT, b""), 5.0)
+
+    await cancelled_at_every_turn(ask, nothing)
     await cancelled_at_every_turn(connection.flush, nothing)
     await connection.close()

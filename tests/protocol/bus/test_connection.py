@@ -9,7 +9,6 @@ from nats.aio.msg import Msg
 from tests.protocol.bus.harness import PATIENCE_S, SUBJECT, Connect, Inbox, Server, works
 from tokenbus.protocol.bus.bus import (
     BadSubjectError,
-    NoRespondersError,
     OutboundBufferLimitError,
     Outgoing,
     PayloadTooLargeError,
@@ -210,20 +209,6 @@ async def test_inboxes_can_not_be_guessed_from_earlier_ones(connected: Connect) 
     assert len({name[:8] for name in names}) == 3
 
 
-async def test_a_request_leaves_room_for_its_subjects_and_headers(connected: Connect) -> None:
-    connection = await connected()
-
-    def answer(message: Msg) -> None:
-        connection.publish(message.reply, b"%d" % len(message.data))
-
-    await connection.subscribe(SUBJECT, answer)
-    largest = connection.max_payload - limits.MESSAGE_RESERVE_BYTES
-    with pytest.raises(PayloadTooLargeError):
-        await connection.request(SUBJECT, b"x" * (largest + 1), timeout_s=PATIENCE_S)
-    reply = await connection.request(SUBJECT, b"x" * largest, timeout_s=PATIENCE_S, headers={"a": "b"})
-    assert reply.data == b"%d" % largest
-
-
 async def test_more_than_may_wait_is_refused_and_what_waits_is_sent(connected: Connect) -> None:
     one = len(f"PUB {SUBJECT}  1\r\nx\r\n")
     connection = await connected(max_pending_bytes=3 * one)
@@ -282,41 +267,6 @@ async def test_writes_are_counted_and_what_was_queued_since_the_last_one_is_not_
     assert connection.num_writes == before + 1
 
 
-# Requests
-
-
-async def test_a_request_gets_its_reply(connected: Connect) -> None:
-    asking, answering = await connected(), await connected()
-
-    def answer(message: Msg) -> None:
-        answering.publish(message.reply, b"re: " + message.data)
-
-    await answering.subscribe(SUBJECT, answer)
-    await answering.flush()
-    replies = await asyncio.gather(
-        *(asking.request(SUBJECT, b"%d" % number, timeout_s=PATIENCE_S) for number in range(50))
-    )
-    assert [reply.data for reply in replies] == [b"re: %d" % number for number in range(50)]
-
-
-async def test_a_request_that_nobody_listens_to_is_answered_at_once(connected: Connect) -> None:
-    connection = await connected()
-    async with asyncio.timeout(PATIENCE_S):
-        with pytest.raises(NoRespondersError, match=SUBJECT):
-            await connection.request(SUBJECT, b"anyone?", timeout_s=10 * PATIENCE_S)
-    await works(connection)
-
-
-async def test_a_request_that_nobody_answers_times_out(connected: Connect) -> None:
-    connection = await connected()
-    heard = Inbox()
-    await connection.subscribe(SUBJECT, heard)
-    with pytest.raises(TimeoutError, match=SUBJECT):
-        await connection.request(SUBJECT, b"anyone?", timeout_s=0.05)
-    await heard.until(1)
-    await works(connection)
-
-
 async def test_a_notice_that_nobody_listens_is_known_from_an_empty_reply(connected: Connect) -> None:
     connection = await connected()
     inbox = Inbox()
@@ -336,9 +286,3 @@ async def test_inboxes_are_all_different_and_have_the_prefix_of_the_settings(con
     inboxes = {connection.new_inbox() for _ in range(100)}
     assert len(inboxes) == 100
     assert {inbox.rpartition(".")[0] for inbox in inboxes} == {"_INBOX_acme"}
-    answered = Inbox()
-    await connection.subscribe(SUBJECT, answered)
-    with pytest.raises(TimeoutError):
-        await connection.request(SUBJECT, b"", timeout_s=0.05)
-    await answered.until(1)
-    assert answered.messages[0].reply.startswith("_INBOX_acme.")

@@ -85,15 +85,6 @@ async def test_a_callback_after_a_reconnect_that_raises_is_logged_and_does_not_e
     assert failures == ["reconnect", "reconnect"]
 
 
-async def test_a_request_while_the_broker_is_away_times_out(server: Server, connected: Connect) -> None:
-    connection = await connected()
-    await outage(server, connection)
-    with pytest.raises(TimeoutError):
-        await connection.request(SUBJECT, b"", timeout_s=0.05)
-    await back(server, connection)
-    await works(connection)
-
-
 async def test_a_flush_while_the_broker_is_away_does_not_say_that_the_broker_has_everything(
     server: Server, connected: Connect
 ) -> None:
@@ -191,8 +182,6 @@ async def test_a_closed_connection_says_so(connected: Connect) -> None:
         connection.publish(SUBJECT, b"x")
     with pytest.raises(ConnectionError):
         await connection.flush()
-    with pytest.raises(ConnectionError):
-        await connection.request(SUBJECT, b"x", timeout_s=PATIENCE_S)
 
 
 async def test_a_connection_can_be_closed_while_the_broker_is_away(server: Server, connected: Connect) -> None:

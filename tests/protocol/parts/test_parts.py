@@ -10,6 +10,7 @@ from tests.sim.network import Broker
 from tests.sim.sim_bus import SimBus
 from tests.sim.world import Process, World, world
 from tokenbus.protocol.bus.bus import NoRespondersError, Outgoing
+from tokenbus.protocol.bus.reply_inbox import ReplyInbox
 from tokenbus.protocol.parts import assembly
 from tokenbus.protocol.parts.assembly import UploadLimits
 from tokenbus.protocol.parts.receiver import PartsReceiver
@@ -30,7 +31,7 @@ class Stage:
         self.broker = Broker(made)
         self.process = made.process("sender")
         self.bus = self.connect(self.process)
-        self.sender = PartsSender(self.bus, "answer.{}".format, timeout_s=1.0, tries=2)
+        self.sender = PartsSender(self.bus, ReplyInbox(self.bus, "answer.{}".format), timeout_s=1.0, tries=2)
         self.whole: list[Msg] = []
         self.outcomes: list[str] = []
         self.receivers = [self.receive("r0")]
@@ -147,7 +148,7 @@ def test_messages_that_are_sent_at_the_same_time_are_kept_apart(stage: Stage) ->
 
 
 def test_a_part_whose_answer_is_lost_is_sent_again_and_counts_once(stage: Stage) -> None:
-    answer, dropped = stage.sender._on_answer, []
+    answer, dropped = stage.sender._replies._take, []
 
     def lose_one(message: Msg) -> None:
         if len(stage.parts) == 3 and not dropped:
@@ -155,7 +156,7 @@ def test_a_part_whose_answer_is_lost_is_sent_again_and_counts_once(stage: Stage)
         else:
             answer(message)
 
-    stage.sender._on_answer = lose_one  # type: ignore[method-assign]
+    stage.sender._replies._take = lose_one  # type: ignore[method-assign]
     stage.process.do(stage.send())
     stage.world.run(0.1)
     assert len(dropped) == 1
