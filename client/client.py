@@ -162,7 +162,7 @@ class Client:
     async def models(self, timeout_s: float = 5.0) -> list[ServedModelInfo]:
         """Returns the models that are being served. Raises UnavailableError if no router answers in time."""
         with _raising():
-            reply = await self._wire.models(timeout_s)
+            reply = await self._wire.models(timeout_s, with_workers=False)
         return [
             ServedModelInfo(
                 name=one.model,

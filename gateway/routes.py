@@ -38,7 +38,7 @@ class Routes:
 
     def __init__(self, services: Services) -> None:
         self._services = services
-        self._catalog = Catalog(services.tenants.gateway_client.models)
+        self._catalog = Catalog(functools.partial(services.tenants.gateway_client.models, with_workers=False))
         """The listing that tells the gateway itself whether a router answers."""
         self._catalogs: dict[str, Catalog] = {}
         """A catalog for each tenant, since tenants may use different adapters."""
@@ -142,7 +142,7 @@ class Routes:
         """Returns the models visible to a request, and their aliases. Raises ApiError and RequestError."""
         tenant, client = self._services.tenants.authenticate(request)
         if tenant not in self._catalogs:
-            self._catalogs[tenant] = Catalog(client.models)
+            self._catalogs[tenant] = Catalog(functools.partial(client.models, with_workers=False))
         listing = await self._catalogs[tenant].listing()
         return listing.with_aliases(self._services.aliases)
 

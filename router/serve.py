@@ -47,7 +47,6 @@ from tokenbus.router.requests.tokenization.tokenizer_cache import TokenizerCache
 from tokenbus.router.settings import RouterSettings
 from tokenbus.router.telemetry.metrics import RouterMetrics
 from tokenbus.router.watch import FleetWatch
-from tokenbus.router.workers.worker import Worker
 
 _INDEX_BYTES_PER_BLOCK = 87
 """Memory of the prefix index, measured with a million blocks (bench.router.index_memory)."""
@@ -174,7 +173,7 @@ class Router:
             gauges.index_bytes.labels(model).inc(blocks * _INDEX_BYTES_PER_BLOCK)
             gauges.transfer_rate.labels(model).set(self.fleet.model(model).transfer_mb_per_s)
             for worker in workers:
-                gauges.workers.labels(model, _state_of(worker)).inc()
+                gauges.workers.labels(model, worker.shown_state(time.monotonic())).inc()
                 gauges.event_logs.labels(model, worker.event_state).inc()
 
     def update_settings(self, settings: RouterSettings) -> None:
@@ -211,14 +210,6 @@ class Router:
         await self._calls.shut_down()
         self._workers.receiver.stop()
         self._replies.send_pending()
-
-
-def _state_of(worker: Worker) -> str:
-    if worker.lease_expired:
-        return "silent"
-    if worker.ejection.is_ejected(time.monotonic()):
-        return "ejected"
-    return worker.card.shown_state if worker.card.loadable else worker.state
 
 
 async def serve(settings: RouterSettings, read_settings: Callable[[], RouterSettings]) -> None:

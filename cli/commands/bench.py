@@ -74,7 +74,7 @@ class Bench:
     async def _fit(self) -> FittedWorkload:
         """Returns the workload fitted to the context of the model. Raises ValueError if no worker serves it."""
         plan = self._plan
-        served = {one.model: one for one in (await self._client.models()).models}
+        served = {one.model: one for one in (await self._client.models(with_workers=False)).models}
         if plan.model not in served:
             known = ", ".join(served) or "nothing"
             raise ValueError(f"no worker serves {plan.model!r}; served models: {known}")

@@ -130,7 +130,7 @@ async def _chat(options: argparse.Namespace, client: WireClient) -> int:
 
 async def _check_served(client: WireClient, model: str) -> None:
     """Raises RequestError for a model that is not being served, before anything is typed for it."""
-    served = {one.model for one in (await client.models()).models}
+    served = {one.model for one in (await client.models(with_workers=False)).models}
     if not served & {model, model.rpartition(":")[0]}:  # an adapter follows the name of its model
         raise errors.request_error(errors.Code.NO_WORKER, f"nothing serves {model!r} now")
 

@@ -1,4 +1,4 @@
-"""`tokenbus top` and `models`: the fleet as it is now, once or refreshed every second."""
+"""`tokenbus top`: the fleet as it is now, once or refreshed every second."""
 
 import argparse
 import asyncio
@@ -10,17 +10,17 @@ from functools import partial
 from typing import NamedTuple
 
 import msgspec
+from msgspec import UNSET
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from tokenbus.cli.console import arguments, connection_flags, hub_flags, keyboard
+from tokenbus.cli.console import arguments, connection_flags, keyboard
 from tokenbus.cli.console.flags import Parser
 from tokenbus.cli.console.session import with_client
 from tokenbus.client.wire.wire_client import WireClient
-from tokenbus.protocol import extras
 from tokenbus.protocol.process import signals
-from tokenbus.protocol.wire import codec, errors, messages, subjects
+from tokenbus.protocol.wire import errors, limits, messages, subjects
 
 _COLUMNS_BY_PRIORITY = (
     *("worker", "state", "run", "tok/s", "wait", "KV used", "hits", "model", "cached", "prefill"),
@@ -29,6 +29,9 @@ _COLUMNS_BY_PRIORITY = (
 )
 """Columns in the order in which they are kept when the terminal is too narrow for all."""
 _GAP = 2
+_LINES_AROUND = 8
+"""Lines of the screen that are kept for the head of the table and for what is below it."""
+_ALL_WORKERS = subjects.WorkerAddress("", "")
 _WIDTH = 120
 
 
@@ -37,27 +40,9 @@ def add_flags(parser: Parser) -> None:
     flag("--interval-s", arguments.INTERVAL, "time between two updates", 1.0)
     flag("--once", arguments.SWITCH, "print one table and exit, as without a terminal")
     flag("--json", arguments.SWITCH, "print the workers as JSON and exit")
+    flag("--model", arguments.NAME, "show the workers of this model only")
     connection_flags.add_flags(parser)
     parser.set_defaults(run=lambda options: with_client(options, partial(_top, options)))
-
-
-def add_models_flags(parser: Parser) -> None:
-    parser.group("served models")("--json", arguments.SWITCH, "print the router's reply unchanged")
-    flag = parser.group("models of this machine")
-    flag("--local", arguments.SWITCH, "list the models in its Hub cache instead")
-    flag("--remove", arguments.NAME, "remove org/repo, org/repo:QUANTIZATION or a conversion from it")
-    flag.add(hub_flags.HUB_CACHE)
-    connection_flags.add_flags(parser)
-    parser.set_defaults(run=_run_models)
-
-
-def _run_models(options: argparse.Namespace) -> int:
-    if options.local or options.remove:
-        extras.require("worker-core", f"models {'--remove' if options.remove else '--local'}")
-        from tokenbus.cli.commands import pull
-
-        return pull.run_local(options)
-    return with_client(options, partial(_models, options))
 
 
 class Row(NamedTuple):
@@ -122,6 +107,7 @@ class FleetRates:
     def __init__(self) -> None:
         self.tokens = Rates()
         self.fetched = Rates()
+        self.summary = Rates()
 
 
 def rows_of(reply: messages.ModelsReply, rates: FleetRates, now: float) -> list[Row]:
@@ -164,8 +150,29 @@ def rows_of(reply: messages.ModelsReply, rates: FleetRates, now: float) -> list[
     return rows
 
 
-def make_table(rows: list[Row], router: messages.RouterStats | None = None, width: int = _WIDTH) -> Table:
-    """Returns a table of the workers with as many columns as fit into `width` characters."""
+class Totals(NamedTuple):
+    """All workers, of which a table shows some."""
+
+    counts: messages.WorkerCounts
+    tokens_per_s: float
+    first: int
+    """Number of the first worker shown, from 0."""
+
+
+def counts_text(counts: messages.WorkerCounts) -> str:
+    """Describes how many workers are in which state."""
+    states = ", ".join(f"{count:,} {state}" for state, count in sorted(counts.states.items()))
+    return f"{counts.workers:,} {'worker' if counts.workers == 1 else 'workers'}: {states}"
+
+
+def make_table(
+    rows: list[Row],
+    router: messages.RouterStats | None = None,
+    width: int = _WIDTH,
+    totals: Totals | None = None,
+) -> Table:
+    """Returns a table of the workers with as many columns as fit into `width` characters; `totals` counts all workers
+    if these are not all."""
     cells = [_cells(row) for row in rows]
     table = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0))
     shown = _columns_that_fit(cells, width)
@@ -173,7 +180,7 @@ def make_table(rows: list[Row], router: messages.RouterStats | None = None, widt
         table.add_column(name, no_wrap=True)
     for row in cells:
         table.add_row(*(row[name] for name in shown))
-    table.caption = "\n".join(_caption(rows, router))
+    table.caption = "\n".join(_caption(rows, router, totals))
     return table
 
 
@@ -216,19 +223,6 @@ def _health_cells(health: messages.WorkerHealth | None) -> dict[str, str]:
     }
 
 
-def health_text(health: messages.WorkerHealth) -> str:
-    """Describes the memory of a worker's processes, its devices and their free memory, and its uptime."""
-    devices = []
-    for device in health.devices:
-        layers = f"{device.layers} layers" if device.layers is not None else ""
-        about = ", ".join(filter(None, (device.description, layers)))
-        left = f"{size_text(device.free_bytes)} of {size_text(device.total_bytes)} free"
-        devices.append(f"{device.name}{about and f' ({about})'} {left}")
-    engine = f", engine for {duration_text(health.engine_uptime_s)}" if health.engine_uptime_s else ", no engine"
-    taken = f"takes {size_text(health.front_bytes + health.engine_bytes)}"
-    return "; ".join([taken, *devices, f"up for {duration_text(health.uptime_s)}{engine}"])
-
-
 def size_text(num_bytes: int) -> str:
     """Returns a number of bytes in a suitable unit, such as `1.5G`."""
     gib = num_bytes / 2**30
@@ -261,11 +255,16 @@ def _columns_that_fit(cells: list[dict[str, str]], width: int) -> list[str]:
     return [name for name in cells[0] if name in chosen] if cells else ["worker"]
 
 
-def _caption(rows: list[Row], router: messages.RouterStats | None) -> Iterator[str]:
-    yield (
-        f"{sum(row.running for row in rows)} running, {sum(row.waiting for row in rows)} waiting, "
-        f"{sum(row.tokens_per_s for row in rows):.0f} tokens/s"
-    )
+def _caption(rows: list[Row], router: messages.RouterStats | None, totals: Totals | None) -> Iterator[str]:
+    if totals is None:
+        running, waiting = sum(row.running for row in rows), sum(row.waiting for row in rows)
+        yield f"{running} running, {waiting} waiting, {sum(row.tokens_per_s for row in rows):.0f} tokens/s"
+    else:
+        counts = totals.counts
+        yield (
+            f"{totals.first + 1:,} to {totals.first + len(rows):,} of {counts_text(counts)} (arrow keys: other pages); "
+            f"{counts.running:,} running, {counts.waiting:,} waiting, {totals.tokens_per_s:,.0f} tokens/s"
+        )
     if copies := sum(row.host_blocks for row in rows):
         yield (
             f"{copies} blocks copied to host memory, {sum(row.fetched_blocks for row in rows)} fetched from other "
@@ -304,14 +303,58 @@ def _adapters_by_model(rows: list[Row]) -> dict[str, list[str]]:
 async def _top(options: argparse.Namespace, client: WireClient) -> int:
     rates = FleetRates()
     if options.once or options.json or not _is_screen():
-        rows_of(await client.models(), rates, time.monotonic())  # rates need two readings
+        rows_of(await client.models(model=options.model), rates, time.monotonic())  # rates need two readings
         await asyncio.sleep(options.interval_s)
-        return _show_once(await client.models(), rates, as_json=options.json)
+        return _show_once(await client.models(model=options.model), rates, as_json=options.json)
     left = asyncio.Event()
     live = Live(auto_refresh=False, screen=True)
-    with keyboard.watched(live, left.set), contextlib.suppress(signals.StoppedError):
-        await signals.unless_stopped(left, _watch(client, rates, live, options.interval_s))
+    pages = _Pages(client, options.model)
+    with keyboard.watched(live, left.set, pages.press), contextlib.suppress(signals.StoppedError):
+        await signals.unless_stopped(left, _watch(pages, rates, live, options.interval_s))
     return 0
+
+
+class _Pages:
+    """The pages of a fleet, as many workers each as fit on the screen, of which one is shown."""
+
+    def __init__(self, client: WireClient, model: str | None) -> None:
+        self._client = client
+        self._model = model
+        self._before: list[tuple[str | None, int]] = [(None, 0)]
+        """Where the pages up to the one that is shown begin: `after`, and the number of workers before."""
+        self._next: tuple[str, int] | None = None
+        """The same of the page after it, if there is one."""
+        self.turned = asyncio.Event()
+        """Set when another page is to be shown."""
+
+    def press(self, key: bytes) -> None:
+        """Turns the page, if the key does that."""
+        if key in keyboard.FORWARD and self._next is not None:
+            self._before.append(self._next)
+        elif key in keyboard.BACKWARD and len(self._before) > 1:
+            self._before.pop()
+        else:
+            return
+        self._next = None
+        self.turned.set()
+
+    async def table(self, rates: FleetRates, width: int, height: int) -> Table | str:
+        """Returns the table of a page that fits on the screen. Raises RequestError."""
+        after, first = self._before[-1]
+        limit = min(max(1, height - _LINES_AROUND), limits.MAX_PAGE_WORKERS)
+        asked = messages.ModelsRequest(model=self._model, after=after, limit=limit)
+        page = await self._client.models_page(asked, timeout_s=2.0)
+        whole = page if after is None else await self._client.models(2.0, model=self._model, with_workers=False)
+        now, rows = time.monotonic(), rows_of(page, rates, time.monotonic())
+        if not rows and after is not None:  # the last workers have left
+            self._before = [(None, 0)]
+            self.turned.set()
+        self._next = (page.next, first + len(rows)) if page.next is not UNSET else None
+        counts, totals = whole.summary, None
+        if counts is not UNSET and counts.workers > len(rows):
+            rate = rates.summary.update(_ALL_WORKERS, counts.generated_tokens, now)
+            totals = Totals(counts, rate, first)
+        return make_table(rows, whole.router or None, width, totals)
 
 
 def _is_screen() -> bool:
@@ -319,18 +362,17 @@ def _is_screen() -> bool:
     return sys.stdout.isatty() and not Console().is_dumb_terminal
 
 
-async def _watch(client: WireClient, rates: FleetRates, live: Live, interval_s: float) -> None:
+async def _watch(pages: _Pages, rates: FleetRates, live: Live, interval_s: float) -> None:
     while True:
-        live.update(await _look(client, rates, live.console.width), refresh=True)
-        await asyncio.sleep(interval_s)
-
-
-async def _look(client: WireClient, rates: FleetRates, width: int) -> Table | str:
-    try:
-        reply = await client.models(timeout_s=2.0)
-        return make_table(rows_of(reply, rates, time.monotonic()), reply.router or None, width)
-    except errors.RequestError as error:
-        return f"no router answers: {error.error.message}"
+        pages.turned.clear()
+        try:
+            shown = await pages.table(rates, live.console.width, live.console.height)
+        except errors.RequestError as error:
+            shown = f"no router answers: {error.error.message}"
+        live.update(shown, refresh=True)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(interval_s):
+                await pages.turned.wait()
 
 
 def _show_once(reply: messages.ModelsReply, rates: FleetRates, *, as_json: bool) -> int:
@@ -341,50 +383,4 @@ def _show_once(reply: messages.ModelsReply, rates: FleetRates, *, as_json: bool)
         width = max(_WIDTH, Console().width)
         shown = make_table(rows, reply.router or None, width) if rows else "no model is being served"
         Console(width=width).print(shown)
-    return 0
-
-
-def adapters_of(served: messages.ServedModel) -> Iterator[str]:
-    """Yields the names that a model has with each of its adapters, and the workers that lack it."""
-    for adapter in served.adapters:
-        has_it = {card.worker_id: adapter in [one.name for one in card.adapters] for card in served.workers or []}
-        lacking = ", ".join(sorted(worker for worker, has in has_it.items() if not has))
-        yield f"{served.model}:{adapter}" + (f" (not at {lacking})" if lacking else "")
-
-
-async def _models(options: argparse.Namespace, client: WireClient) -> int:
-    reply = await client.models()
-    if options.json:
-        print(codec.encode(reply, codec.Encoding.JSON).decode())
-        return 0
-    table = Table("model", "context", "worker", "state", "engine", "running", "waiting")
-    for served in reply.models:
-        for card in sorted(served.workers or [], key=lambda card: card.worker_id):
-            load = card.load or messages.Load()
-            is_silent = card.watched is not None and card.watched.events == "silent"
-            table.add_row(
-                served.model,
-                str(served.context_length),
-                card.worker_id,
-                f"{card.state}, events silent" if is_silent else card.shown_state,
-                card.engine,
-                str(load.running),
-                str(load.waiting),
-            )
-        if not served.workers:
-            table.add_row(served.model, str(served.context_length))
-    Console().print(table if reply.models else "no model is being served")
-    for served in reply.models:
-        print(f"features of {served.model}: {' '.join(served.features)}")
-        if served.adapters:
-            print(f"adapters of {served.model}: {', '.join(adapters_of(served))}")
-        made = {str(card.embeddings) for card in served.workers or [] if card.embeddings is not None}
-        for text in sorted(made):
-            print(f"embeddings of {served.model}: {text}")
-    for served in reply.models:
-        for card in sorted(served.workers or [], key=lambda card: card.worker_id):
-            if card.health is not None:
-                print(f"{card.worker_id}: {health_text(card.health)}")
-    for refused in reply.router.refused_cards if reply.router else []:
-        print(f"refused: {refused.worker_id} of {refused.model}: {refused.reason}")
     return 0

@@ -71,7 +71,7 @@ _ASK = {
 }
 _OPERATE = {
     "models": Command(
-        "list the models and workers being served, or the models in the Hub's cache", "models", "models --local", "top"
+        "list the models and workers being served, or the models in the Hub's cache", "models", "models --local"
     ),
     "top": Command("watch the fleet: load, KV blocks, tokens per second", "top", "top --once"),
     "doctor": Command(

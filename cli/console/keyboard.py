@@ -18,14 +18,20 @@ LEAVING = frozenset(b"qQ\x04")
 """The keys that leave a command: q, and Ctrl-D."""
 _ESCAPE = b"\x1b"
 """Begins what keys without a character send, such as F2, whose sequence has a Q."""
+FORWARD = frozenset((b"\x1b[B", b"\x1bOB", b"\x1b[6~", b" ", b"n", b"j"))
+"""Sent by the keys for the next page: arrow down, page down, space, n and j."""
+BACKWARD = frozenset((b"\x1b[A", b"\x1bOA", b"\x1b[5~", b"b", b"p", b"k"))
+"""Sent by the keys for the page before: arrow up, page up, b, p and k."""
 SIGNALS = (*signals.SIGNALS, signal.SIGHUP)
 
 
 @contextlib.contextmanager
-def watched(live: Live, leave: Callable[[], object]) -> Iterator[None]:
+def watched(
+    live: Live, leave: Callable[[], object], press: Callable[[bytes], object] = lambda key: None
+) -> Iterator[None]:
     """Within the block, `live` is shown and calls `leave` for a key that leaves, and for the first signal to stop. The
-    second ends the process. Ctrl-Z suspends it."""
-    loop, keys = asyncio.get_running_loop(), _Keys(leave)
+    second ends the process. Ctrl-Z suspends it. `press` gets what each other key sends."""
+    loop, keys = asyncio.get_running_loop(), _Keys(leave, press)
 
     def suspend() -> None:
         live.stop()
@@ -55,8 +61,9 @@ def watched(live: Live, leave: Callable[[], object]) -> Iterator[None]:
 class _Keys:
     """Standard input, if it is a terminal: keys arrive at once and are not echoed while they are taken."""
 
-    def __init__(self, leave: Callable[[], object]) -> None:
+    def __init__(self, leave: Callable[[], object], press: Callable[[bytes], object]) -> None:
         self._leave = leave
+        self._press = press
         self._before: list[Any] | None = None
         """The terminal's attributes before its keys were taken; None if they are not."""
 
@@ -84,3 +91,5 @@ class _Keys:
         # nothing is read from a terminal that is gone
         if not pressed or (LEAVING & set(pressed) and not pressed.startswith(_ESCAPE)):
             self._leave()
+        else:
+            self._press(pressed)

@@ -56,7 +56,7 @@ async def print_request_error(client: WireClient, model: str | None, error: erro
     """Prints an error reply, with the served models if the requested one is not; returns the exit status."""
     if model is not None and error.code in (errors.Code.MODEL_NOT_FOUND, errors.Code.NO_WORKER):
         try:
-            names = [served.model for served in (await client.models(timeout_s=2.0)).models]
+            names = [served.model for served in (await client.models(2.0, with_workers=False)).models]
         except errors.RequestError:
             names = [model]
         if model not in names:

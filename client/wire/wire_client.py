@@ -4,11 +4,13 @@ The gateway and the command line use it directly; people use `Client`, which is 
 
 import asyncio
 import contextlib
+import functools
 import secrets
 import time
 from collections.abc import Sequence
 from typing import TypeVar, Unpack
 
+from msgspec import UNSET
 from nats.aio.msg import Msg
 
 from tokenbus.client.wire import field_reader
@@ -41,6 +43,7 @@ _detokenizes = codec.Decoder(messages.DetokenizeReply)
 _caches = codec.Decoder(messages.CacheReply)
 _reranks = codec.Decoder(messages.RerankReply)
 _cancels = codec.Decoder(messages.CancelReply)
+_PAGE_WORKERS = 256
 
 
 class WireClient:
@@ -61,7 +64,7 @@ class WireClient:
         self._encoding = encoding
         self._tracer = tracer
         self._inbox = Inbox(connection, self._names, tenant, encoding, inbox_prefix)
-        self._served = SharedAnswer(self.models)
+        self._served = SharedAnswer(functools.partial(self.models, with_workers=False))
         """Models that were served at most a second ago, for requests that name none."""
         self._inboxes = [self._inbox]
         """The inboxes of all tenants that share the connection; the connection's own comes first."""
@@ -184,10 +187,34 @@ class WireClient:
         requests = [one if one.id else codec.replace(one, id=secrets.token_urlsafe(16)) for one in requests]
         return Choices(requests[0], n, submit) if len(requests) == 1 else ChoiceBatch(requests, n, submit)
 
-    async def models(self, timeout_s: float = 5.0) -> messages.ModelsReply:
-        """Returns the models being served. Raises RequestError(no_worker) if no router answers."""
-        answer = await self._request(self._names.models_for(self._tenant), b"", timeout_s)
-        return self._read(_models, answer)
+    async def models(
+        self, timeout_s: float = 5.0, *, model: str | None = None, with_workers: bool = True
+    ) -> messages.ModelsReply:
+        """Returns the models being served, or one of them, with all their workers: as many pages as that takes.
+
+        `timeout_s` is the time for each page. Raises RequestError(no_worker) if no router answers, and what a router
+        answers for a model that is not served."""
+        asked = messages.ModelsRequest(model=model, limit=None if with_workers else 0)
+        whole: messages.ModelsReply | None = None
+        while True:
+            page = await self.models_page(asked, timeout_s)
+            if model is not None:  # routers of earlier versions list the others too
+                page = codec.replace(page, models=[one for one in page.models if one.model == model])
+            whole = page if whole is None else _joined(whole, page)
+            if page.next is UNSET or page.next == asked.after:
+                return codec.replace(whole, next=UNSET)
+            asked = codec.replace(asked, after=page.next)
+
+    async def models_page(self, asked: messages.ModelsRequest, timeout_s: float = 5.0) -> messages.ModelsReply:
+        """Returns a page of the models being served; a router of an earlier version returns everything that fits into
+        a message. Raises RequestError."""
+        if asked.model is None and asked.after is None and asked.limit is None:
+            asked = codec.replace(asked, limit=_PAGE_WORKERS)
+        payload = codec.encode(asked, self._encoding)
+        page = self._read(_models, await self._request(self._names.models_for(self._tenant), payload, timeout_s))
+        if page.error is not UNSET:
+            raise errors.RequestError(page.error)
+        return page
 
     async def embed(self, model: str, request: messages.EmbedRequest) -> messages.EmbedReply:
         """Returns the embeddings of a request's inputs. Raises RequestError on failure.
@@ -311,3 +338,14 @@ class WireClient:
 def _timeout_s(timeout_ms: float | None) -> float:
     """Returns the time after which a router that has not answered must be gone."""
     return (limits.DEFAULT_CALL_TIMEOUT_MS if timeout_ms is None else timeout_ms) / 1e3 + _ANSWER_S
+
+
+def _joined(whole: messages.ModelsReply, page: messages.ModelsReply) -> messages.ModelsReply:
+    """Returns a listing with the models and workers of its next page, each worker once."""
+    models = {one.model: one for one in whole.models}
+    for more in page.models:
+        known = models.setdefault(more.model, more)
+        if known is not more and more.workers is not UNSET:
+            cards = {card.worker_id: card for card in (*(known.workers or []), *more.workers)}
+            models[more.model] = codec.replace(known, workers=list(cards.values()))
+    return codec.replace(whole, models=list(models.values()))

@@ -5,7 +5,7 @@ import asyncio
 from tokenbus.conformance.probing import field_types, schemas, stream_checks
 from tokenbus.conformance.probing.assertions import Message, expect, shorten
 from tokenbus.conformance.probing.probe import PROMPT, Probe, short_request
-from tokenbus.protocol.wire.subjects import DEFAULT_TENANT
+from tokenbus.protocol.wire.subjects import DEFAULT_TENANT, encode_name
 
 _OTHER_TENANT = "wire-check.é"
 """A tenant whose name must be escaped in subjects."""
@@ -14,6 +14,41 @@ _OTHER_TENANT = "wire-check.é"
 async def models(probe: Probe) -> None:
     """The models reply has each model's fields, its workers' cards with their load, and the limits."""
     check_models(await probe.call(probe.names.models_for(probe.tenant)))
+
+
+async def models_pages(probe: Probe) -> None:
+    """Pages of models have each worker of the whole reply once, and the first page counts them."""
+    subject = probe.names.models_for(probe.tenant)
+    listed: list[object] = []
+    asked: dict[str, object] = {"limit": 1}
+    while True:
+        page = await probe.call(subject, asked)
+        check_models(page)
+        cards = [card for served in page["models"] for card in served.get("workers") or []]
+        expect(len(cards) <= 1, f"a page of one worker has {len(cards)}")
+        listed += [(card["model"], card["worker_id"]) for card in cards]
+        if asked == {"limit": 1}:
+            count = (page.get("summary") or {}).get("workers")
+        if page.get("next") is None:
+            break
+        asked = {"limit": 1, "after": page["next"]}
+    expect(len(set(listed)) == len(listed) == count, f"{len(listed)} workers on pages, {count} counted")
+
+
+async def models_refused(probe: Probe) -> None:
+    """A page that is not allowed is refused under the name of its field."""
+    subject = probe.names.models_for(probe.tenant)
+    other = encode_name(f"{probe.target.model}-other")
+    for body, param in (
+        ({"limit": -1}, "limit"),
+        ({"limit": "1"}, "limit"),
+        ({"model": 1}, "model"),
+        ({"model": probe.target.model, "after": f"{other}.w"}, "after"),
+        ({"after": "*"}, "after"),
+    ):
+        error = (await probe.call(subject, body)).get("error") or {}
+        seen = (error.get("code"), error.get("param"))
+        expect(seen == ("invalid_request", param), f"{body} is answered with {shorten(error)}")
 
 
 async def models_limit(probe: Probe) -> None:

@@ -192,13 +192,14 @@ def _find(listing: Listing, name: str) -> Model:
 
 
 def _details(listing: Listing, model: Model) -> Details:
-    engines = {card.engine for card in listing.workers.get(model.parent or model.root, ())}
-    return Details(format=engines.pop() if len(engines) == 1 else "")
+    served = listing.served.get(model.parent or model.root)
+    engines = (served.engines or []) if served is not None else []
+    return Details(format=engines[0] if len(engines) == 1 else "")
 
 
 def _engine_bytes(listing: Listing, model: Model) -> int:
-    cards = listing.workers.get(model.parent or model.root, ())
-    return max((card.health.engine_bytes for card in cards if card.health is not None), default=0)
+    served = listing.served.get(model.parent or model.root)
+    return (served.engine_bytes or 0) if served is not None else 0
 
 
 def _listed(listing: Listing, model: Model) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from msgspec import UNSET
 
 from tokenbus.gateway.admission.aliases import Aliases
 from tokenbus.protocol.shared_answer import SharedAnswer
-from tokenbus.protocol.wire import errors, limits, messages, subjects
+from tokenbus.protocol.wire import errors, limits, messages
 
 _MAX_NAME = 128
 _LAST_S = 253_402_300_799
@@ -41,8 +41,8 @@ class Listing(NamedTuple):
     """Models that used to be served but are not now; None if the router doesn't know."""
     features: Mapping[str, Sequence[str]] = {}
     """The features common to all workers of a model, by model."""
-    workers: Mapping[str, Sequence[messages.Card]] = {}
-    """The workers of a model, by model; none for all models if they are too many for a router's answer."""
+    served: Mapping[str, messages.ServedModel] = {}
+    """The same models as the router lists them, without their workers."""
     unloaded: frozenset[str] = frozenset()
     """Models that are loaded only when a request names them."""
 
@@ -91,17 +91,16 @@ class Catalog:
             [model for served in reply.models for model in models_of(served)],
             unserved,
             features,
-            {served.model: served.workers or [] for served in reply.models},
+            {served.model: served for served in reply.models},
             frozenset(served.model for served in reply.models if served.loadable is True),
         )
 
 
 def models_of(served: messages.ServedModel) -> list[Model]:
     """Returns a model, followed by its names with each of its adapters."""
-    born_ms = [subjects.epoch_sort_key(card.epoch)[0] for card in served.workers or []]
     base = Model(
         id=served.model,
-        created=min(min(born_ms, default=0) // 1_000, _LAST_S),
+        created=min((served.since_ms or 0) // 1_000, _LAST_S),
         root=served.model,
         context_length=served.context_length,
         max_model_len=served.context_length,

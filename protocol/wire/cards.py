@@ -1,12 +1,14 @@
 """The messages that say who serves what: a worker's card, and a router's reply to `models`."""
 
 import enum
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from tokenbus.protocol.wire import errors, limits
 from tokenbus.protocol.wire.codec import Message
+from tokenbus.protocol.wire.params import Range
 from tokenbus.protocol.wire.subjects import WorkerAddress
 
 
@@ -255,6 +257,29 @@ class Card(Message, frozen=True, kw_only=True, omit_defaults=True):
         return "loadable" if self.loadable else self.state
 
 
+class WorkerCounts(msgspec.Struct, frozen=True, kw_only=True):
+    """Workers counted, and the sums of their loads."""
+
+    workers: int
+    """The number of workers."""
+    states: dict[str, int]
+    """The number of workers in each state. One that is not loaded counts as `loadable`, one that was silent for too
+    long as `silent`, and one that gets no requests because its last ones have failed as `ejected`."""
+    running: int
+    """Requests that have a lane."""
+    waiting: int
+    """Accepted requests that wait for a lane."""
+    generated_tokens: int
+    """Tokens sampled since the workers' engines started."""
+
+
+class FleetCounts(WorkerCounts, frozen=True, kw_only=True):
+    """The workers of all models, counted."""
+
+    models: int
+    """The number of models."""
+
+
 class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     """A model, and the workers that serve it."""
 
@@ -269,8 +294,16 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     adapters: list[str] = []
     """Names of the LoRA adapters that its workers have and the asking tenant may use. `<model>:<adapter>` is a name of
     the model with that adapter."""
+    summary: WorkerCounts | UnsetType = UNSET
+    """All its workers, counted; absent in a page that continues the model."""
+    engines: list[str] | UnsetType = UNSET
+    """The engines of its workers, with the summary."""
+    engine_bytes: int | UnsetType = UNSET
+    """The most resident memory that the engine of a worker takes, with the summary."""
+    since_ms: int | UnsetType = UNSET
+    """Unix time in ms at which the oldest of its workers started, with the summary."""
     workers: list[Card] | UnsetType = UNSET
-    """The workers' cards, with load."""
+    """The workers' cards, with load, or those of the page."""
 
 
 class RefusedCard(msgspec.Struct, frozen=True, kw_only=True):
@@ -330,8 +363,20 @@ class ServerLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Size of the largest request that it takes in parts."""
 
 
+class ModelsRequest(Message, frozen=True, kw_only=True, omit_defaults=True):
+    """Asks what is being served: for everything in one message if no field is given, otherwise for a page."""
+
+    model: str | None = None
+    """The only model that is wanted."""
+    after: str | None = None
+    """The `next` of the page before; absent for the first page."""
+    limit: Annotated[int | None, Range(0, limits.MAX_PAGE_WORKERS)] = None
+    """The most workers in the page, 256 if absent; with 0 it has models without workers. A page has fewer if more do
+    not fit in a message."""
+
+
 class ModelsReply(Message, frozen=True, kw_only=True):
-    """Everything that is being served."""
+    """Everything that is being served, or a page of it."""
 
     models: list[ServedModel]
     """The models that are being served."""
@@ -339,8 +384,14 @@ class ModelsReply(Message, frozen=True, kw_only=True):
     """Limits that clients must keep to."""
     router: RouterStats | UnsetType = UNSET
     """The router that answers."""
+    summary: FleetCounts | UnsetType = UNSET
+    """The workers of all models, or of the one that was asked for, counted; absent in later pages."""
     truncated: bool | UnsetType = UNSET
-    """true if the workers were left out because they did not fit in one message."""
+    """true if the workers were left out because they did not fit in one message: ask for pages."""
+    next: str | UnsetType = UNSET
+    """Where the next page begins (`after`), if there is one. Any router can continue."""
+    error: errors.Error | UnsetType = UNSET
+    """Why there is no page."""
     unserved: list[str] | UnsetType = UNSET
     """Models that were served before and are not now. Requests for these end in `no_worker`, and requests for models
     in neither list in `model_not_found`. Absent if the router started too recently to tell, or there are too many."""

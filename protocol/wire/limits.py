@@ -58,6 +58,8 @@ UPLOAD_IDLE_S = 10.0
 """A large message that receives no part for this long is given up."""
 UPLOAD_TTL_S = 120.0
 """Time for all parts of a large message."""
+MAX_PAGE_WORKERS = 1_024
+"""Workers in a page of `models`."""
 MAX_TENANT_UPLOADS = 64
 """Large messages of one tenant that one router may be receiving."""
 MAX_COMPLETE_UPLOADS = 4_096

@@ -17,14 +17,17 @@ from tokenbus.protocol.wire.cards import Card as Card
 from tokenbus.protocol.wire.cards import CardAdapter as CardAdapter
 from tokenbus.protocol.wire.cards import CardEmbeddings as CardEmbeddings
 from tokenbus.protocol.wire.cards import DeviceHealth as DeviceHealth
+from tokenbus.protocol.wire.cards import FleetCounts as FleetCounts
 from tokenbus.protocol.wire.cards import Load as Load
 from tokenbus.protocol.wire.cards import ModelsReply as ModelsReply
+from tokenbus.protocol.wire.cards import ModelsRequest as ModelsRequest
 from tokenbus.protocol.wire.cards import Pids as Pids
 from tokenbus.protocol.wire.cards import PreviousEpoch as PreviousEpoch
 from tokenbus.protocol.wire.cards import RefusedCard as RefusedCard
 from tokenbus.protocol.wire.cards import RouterStats as RouterStats
 from tokenbus.protocol.wire.cards import ServedModel as ServedModel
 from tokenbus.protocol.wire.cards import ServerLimits as ServerLimits
+from tokenbus.protocol.wire.cards import WorkerCounts as WorkerCounts
 from tokenbus.protocol.wire.cards import WorkerHealth as WorkerHealth
 from tokenbus.protocol.wire.cards import WorkerRole as WorkerRole
 from tokenbus.protocol.wire.cards import WorkerState as WorkerState

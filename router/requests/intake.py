@@ -30,6 +30,7 @@ from tokenbus.router.requests.terminals import TerminalPublisher
 from tokenbus.router.telemetry.metrics import RouterMetrics
 
 _requests = codec.Decoder(messages.GenerateRequest)
+_listings = codec.Decoder(messages.ModelsRequest)
 VIA = "Tokenbus-Via"
 """Header with the id of the router that passed a message on; other routers have already received it from the client."""
 _MAX_BYTES = 1_024
@@ -238,14 +239,25 @@ class Intake:
         if not self._may_answer(message):
             return
         try:
-            encoding = codec.encoding_of(message.headers)
-        except codec.MediaTypeError:
-            encoding = codec.Encoding.JSON
-        try:
             tenant = subjects.decode_name(self._names.tenant_token(message.subject))
         except ValueError:
             return
-        self._replies.send(message.reply, self._models.reply(encoding, self._bus.max_payload, self._parts, tenant))
+        encoding, most = codec.Encoding.JSON, self._bus.max_payload
+        try:
+            asked = messages.ModelsRequest()
+            if message.data:
+                encoding = codec.encoding_of(message.headers)
+                asked = _listings.decode(message.data, encoding)
+            else:  # this was never refused
+                with contextlib.suppress(codec.MediaTypeError):
+                    encoding = codec.encoding_of(message.headers)
+            reply = self._models.reply(asked, encoding, most, self._parts, tenant)
+        except codec.MediaTypeError as problem:
+            error = errors.make_error(errors.Code.INVALID_REQUEST, str(problem))
+            reply = self._models.refusal(error, encoding, most)
+        except errors.RequestError as problem:
+            reply = self._models.refusal(problem.error, encoding, most)
+        self._replies.send(message.reply, reply)
 
     def _pass_on(self, message: Msg) -> None:
         if not message.reply or self._is_inbox(message):

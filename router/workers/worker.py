@@ -213,6 +213,14 @@ class Worker:
         """The requests that it reports, plus those placed there that its reports don't count yet."""
         return self.load.running + self.load.waiting + len(self.bookings)
 
+    def shown_state(self, now: float) -> str:
+        """Returns its state, or the reason why it gets no requests though that would allow it, as people see it."""
+        if self.lease_expired:
+            return "silent"
+        if self.ejection.is_ejected(now):
+            return "ejected"
+        return "loadable" if self.card.loadable else str(self.state)
+
     def renew_lease(self, now: float) -> None:
         """Records a sign of life."""
         self.last_seen_at, self.lease_expired = now, False

@@ -9,7 +9,8 @@ from rich.console import Console
 
 from tests.router.builders import card
 from tokenbus.cli.commands import top
-from tokenbus.cli.commands.top import Rates, Row, adapters_of, duration_text, health_text, make_table
+from tokenbus.cli.commands.models import adapters_of, health_text
+from tokenbus.cli.commands.top import Rates, Row, duration_text, make_table
 from tokenbus.client.wire.wire_client import WireClient
 from tokenbus.protocol.wire import codec, messages
 
@@ -192,10 +193,54 @@ def test_the_list_of_models_names_adapters_as_requests_do_and_who_lacks_them() -
 
 async def test_without_a_terminal_one_table_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     class Fleet:
-        async def models(self, timeout_s: float = 5.0) -> messages.ModelsReply:
+        async def models(self, model: str | None) -> messages.ModelsReply:
             served = messages.ServedModel(model="demo", context_length=512, features=[], workers=[card("ada")])
             return messages.ModelsReply(models=[served], limits=messages.ServerLimits(max_request_bytes=1))
 
-    options = argparse.Namespace(once=False, json=False, interval_s=0.0)
+    options = argparse.Namespace(once=False, json=False, interval_s=0.0, model=None)
     assert await asyncio.wait_for(top._top(options, cast("WireClient", Fleet())), 5.0) == 0
     assert "ada" in capsys.readouterr().out
+
+
+class Paged:
+    """A router with five workers, as the pages of the screen ask for them."""
+
+    def __init__(self) -> None:
+        self.names = ["a", "b", "c", "d", "e"]
+
+    async def models_page(self, asked: messages.ModelsRequest, timeout_s: float) -> messages.ModelsReply:
+        assert asked.limit is not None
+        left = [name for name in self.names if f"demo.{name}" > (asked.after or "")]
+        served = messages.ServedModel(
+            model="demo", context_length=512, features=[], workers=[card(name) for name in left[: asked.limit]]
+        )
+        counts = messages.FleetCounts(
+            models=1, workers=5, states={"ready": 4, "silent": 1}, running=3, waiting=0, generated_tokens=9
+        )
+        return messages.ModelsReply(
+            models=[served],
+            limits=messages.ServerLimits(max_request_bytes=1),
+            summary=messages.UNSET if asked.after else counts,
+            next=f"demo.{left[asked.limit - 1]}" if len(left) > asked.limit else messages.UNSET,
+        )
+
+    async def models(self, timeout_s: float, model: str | None, *, with_workers: bool) -> messages.ModelsReply:
+        assert not with_workers
+        return await self.models_page(messages.ModelsRequest(limit=0), timeout_s)
+
+
+async def test_arrow_keys_turn_the_pages_of_a_fleet_that_the_screen_can_not_show() -> None:
+    pages, rates, console = top._Pages(cast("WireClient", Paged()), None), top.FleetRates(), Console(width=120)
+
+    async def look() -> str:
+        with console.capture() as captured:
+            console.print(await pages.table(rates, 120, 2 + top._LINES_AROUND))
+        return captured.get()
+
+    seen = []
+    for key in (b"\x1b[A", b"\x1b[B", b"x", b"\x1b[B", b"\x1b[B", b"\x1b[A", b"\x1b[A"):
+        shown = await look()
+        seen.append("".join(line[0] for line in shown.splitlines()[1:] if line[1:2] == " " and line[0] in "abcde"))
+        assert "of 5 workers: 4 ready, 1 silent" in " ".join(shown.split()), shown
+        pages.press(key)
+    assert seen == ["ab", "ab", "cd", "cd", "e", "e", "cd"]

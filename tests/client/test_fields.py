@@ -50,7 +50,7 @@ HIDDEN_REPLIES: Mapping[type, set[str]] = {
     messages.EmbedReply: {"id", "error"},
     messages.RerankReply: {"id", "error"},
     messages.TokenizeReply: {"id", "error"},
-    messages.ServedModel: {"model", "workers"},
+    messages.ServedModel: {"model", "workers", "summary", "engines", "engine_bytes", "since_ms"},
 }
 """Fields with which the library puts streams in order, or that it raises; a model's name is its `name`."""
 ABSENT = (type(None), msgspec.UnsetType)

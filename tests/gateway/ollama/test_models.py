@@ -9,29 +9,13 @@ from tokenbus.gateway.ollama import models as ollama
 from tokenbus.gateway.serving import catalog
 from tokenbus.gateway.serving.catalog import Listing, Model
 from tokenbus.protocol.wire import errors, messages
-from tokenbus.protocol.wire.cards import Card, Pids, WorkerHealth, WorkerState
 
 MODEL = Model(id="chat", created=1_700_000_000, root="demo", context_length=512, max_model_len=512)
 LISTING = Listing([MODEL], None)
 
 
-CARD = Card(
-    worker_id="w",
-    epoch="1700000000000-a",
-    model="demo",
-    source="demo.gguf",
-    engine="gguf",
-    engine_version="1",
-    context_length=512,
-    max_num_seqs=1,
-    max_num_batched_tokens=1,
-    hash_scheme="h",
-    features=[],
-    state=WorkerState.READY,
-    host="h",
-    pids=Pids(front=1, engine=2),
-    versions={},
-    health=WorkerHealth(devices=[], front_bytes=1, engine_bytes=4_096, uptime_s=1, engine_uptime_s=1),
+SERVED = messages.ServedModel(
+    model="demo", context_length=512, features=[], engines=["gguf"], engine_bytes=4_096, since_ms=1_700_000_000_000
 )
 
 
@@ -60,7 +44,7 @@ def test_a_model_that_no_worker_has_loaded_is_listed_and_not_as_loaded() -> None
 
 
 def test_a_loaded_model_tells_its_engine_and_the_memory_of_it() -> None:
-    (running,) = ollama.list_running(LISTING._replace(workers={"demo": [CARD]})).models
+    (running,) = ollama.list_running(LISTING._replace(served={"demo": SERVED})).models
     assert (running.size, running.details.format) == (4_096, "gguf")
     (unknown,) = ollama.list_running(LISTING).models
     assert (unknown.size, unknown.details.format) == (0, "")
@@ -82,8 +66,7 @@ def test_a_model_shows_its_context_and_what_it_can_do() -> None:
 
 
 def test_a_worker_that_is_born_after_all_dates_hides_no_model() -> None:
-    born_late = msgspec.structs.replace(CARD, epoch=f"{10**18}-a")
-    served = messages.ServedModel(model="demo", context_length=512, features=[], workers=[born_late])
+    served = msgspec.structs.replace(SERVED, since_ms=10**18)
     listed = ollama.list_models(Listing(catalog.models_of(served), None)).models
     assert [one.modified_at for one in listed] == ["9999-12-31T23:59:59Z"]
 

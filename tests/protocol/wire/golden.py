@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 from typing import TypedDict
 
+import msgspec
+
 from tokenbus.protocol.wire import block_hash, codec, errors, internal, messages
 from tokenbus.protocol.wire.params import GenerationParams
 
@@ -54,6 +56,9 @@ CARD = messages.Card(
     host="host-1",
     pids=messages.Pids(front=101, engine=102),
     versions={"tokenbus": "0.1.0"},
+)
+COUNTS = messages.WorkerCounts(
+    workers=3, states={"ready": 2, "silent": 1}, running=4, waiting=1, generated_tokens=9_000
 )
 HEALTH = messages.WorkerHealth(
     devices=[
@@ -377,6 +382,32 @@ PUBLIC: list[tuple[str, messages.Message]] = [
             limits=messages.ServerLimits(max_request_bytes=524_288),
             truncated=True,
         ),
+    ),
+    ("all", messages.ModelsRequest()),
+    ("a page", messages.ModelsRequest(model="m", after="m.w1", limit=2)),
+    (
+        "a page",
+        messages.ModelsReply(
+            models=[
+                messages.ServedModel(
+                    model="m",
+                    context_length=512,
+                    features=["generate"],
+                    summary=COUNTS,
+                    engines=["gguf"],
+                    engine_bytes=4_096,
+                    since_ms=1_760_000_000_000,
+                    workers=[CARD],
+                )
+            ],
+            limits=messages.ServerLimits(max_request_bytes=524_288),
+            summary=messages.FleetCounts(models=1, **msgspec.structs.asdict(COUNTS)),
+            next="m.w1",
+        ),
+    ),
+    (
+        "no page",
+        messages.ModelsReply(models=[], limits=messages.ServerLimits(max_request_bytes=524_288), error=ERROR),
     ),
     (
         "what is not served now",

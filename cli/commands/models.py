@@ -1,0 +1,115 @@
+"""`tokenbus models`: the models that are served and what each worker has, or the models in the Hub's cache."""
+
+import argparse
+from collections.abc import Iterator
+from functools import partial
+
+from msgspec import UNSET
+from rich.console import Console
+from rich.table import Table
+
+from tokenbus.cli.commands import top
+from tokenbus.cli.console import arguments, connection_flags, hub_flags
+from tokenbus.cli.console.flags import Parser
+from tokenbus.cli.console.session import with_client
+from tokenbus.client.wire.wire_client import WireClient
+from tokenbus.protocol import extras
+from tokenbus.protocol.wire import codec, messages
+
+
+def add_flags(parser: Parser) -> None:
+    flag = parser.group("served models")
+    flag("--json", arguments.SWITCH, "print the router's answer as JSON")
+    flag("--model", arguments.NAME, "list this model only")
+    flag("--summary", arguments.SWITCH, "list the models with counts of their workers, not the workers")
+    flag = parser.group("models of this machine")
+    flag("--local", arguments.SWITCH, "list the models in its Hub cache instead")
+    flag("--remove", arguments.NAME, "remove org/repo, org/repo:QUANTIZATION or a conversion from it")
+    flag.add(hub_flags.HUB_CACHE)
+    connection_flags.add_flags(parser)
+    parser.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace) -> int:
+    if options.local or options.remove:
+        extras.require("worker-core", f"models {'--remove' if options.remove else '--local'}")
+        from tokenbus.cli.commands import pull
+
+        return pull.run_local(options)
+    return with_client(options, partial(_list, options))
+
+
+def health_text(health: messages.WorkerHealth) -> str:
+    """Describes the memory of a worker's processes, its devices and their free memory, and its uptime."""
+    devices = []
+    for device in health.devices:
+        layers = f"{device.layers} layers" if device.layers is not None else ""
+        about = ", ".join(filter(None, (device.description, layers)))
+        left = f"{top.size_text(device.free_bytes)} of {top.size_text(device.total_bytes)} free"
+        devices.append(f"{device.name}{about and f' ({about})'} {left}")
+    engine = f", engine for {top.duration_text(health.engine_uptime_s)}" if health.engine_uptime_s else ", no engine"
+    taken = f"takes {top.size_text(health.front_bytes + health.engine_bytes)}"
+    return "; ".join([taken, *devices, f"up for {top.duration_text(health.uptime_s)}{engine}"])
+
+
+def adapters_of(served: messages.ServedModel) -> Iterator[str]:
+    """Yields the names that a model has with each of its adapters, and the workers that lack it."""
+    for adapter in served.adapters:
+        has_it = {card.worker_id: adapter in [one.name for one in card.adapters] for card in served.workers or []}
+        lacking = ", ".join(sorted(worker for worker, has in has_it.items() if not has))
+        yield f"{served.model}:{adapter}" + (f" (not at {lacking})" if lacking else "")
+
+
+async def _list(options: argparse.Namespace, client: WireClient) -> int:
+    reply = await client.models(model=options.model, with_workers=not options.summary)
+    if options.json:
+        print(codec.encode(reply, codec.Encoding.JSON).decode())
+        return 0
+    table = _summary_table(reply.models) if options.summary else _worker_table(reply.models)
+    Console().print(table if reply.models else "no model is being served")
+    if reply.summary is not UNSET:
+        print(top.counts_text(reply.summary))
+    for served in reply.models:
+        print(f"features of {served.model}: {' '.join(served.features)}")
+        if served.adapters:
+            print(f"adapters of {served.model}: {', '.join(adapters_of(served))}")
+        made = {str(card.embeddings) for card in served.workers or [] if card.embeddings is not None}
+        for text in sorted(made):
+            print(f"embeddings of {served.model}: {text}")
+    for served in reply.models:
+        for card in sorted(served.workers or [], key=lambda card: card.worker_id):
+            if card.health is not None:
+                print(f"{card.worker_id}: {health_text(card.health)}")
+    for refused in reply.router.refused_cards if reply.router else []:
+        print(f"refused: {refused.worker_id} of {refused.model}: {refused.reason}")
+    return 0
+
+
+def _summary_table(models: list[messages.ServedModel]) -> Table:
+    table = Table("model", "context", "engine", "workers", "running", "waiting")
+    for served in models:
+        counts = served.summary or messages.WorkerCounts(workers=0, states={}, running=0, waiting=0, generated_tokens=0)
+        engines = ", ".join(served.engines or [])
+        numbers = (top.counts_text(counts), str(counts.running), str(counts.waiting))
+        table.add_row(served.model, str(served.context_length), engines, *numbers)
+    return table
+
+
+def _worker_table(models: list[messages.ServedModel]) -> Table:
+    table = Table("model", "context", "worker", "state", "engine", "running", "waiting")
+    for served in models:
+        for card in sorted(served.workers or [], key=lambda card: card.worker_id):
+            load = card.load or messages.Load()
+            is_silent = card.watched is not None and card.watched.events == "silent"
+            table.add_row(
+                served.model,
+                str(served.context_length),
+                card.worker_id,
+                f"{card.state}, events silent" if is_silent else card.shown_state,
+                card.engine,
+                str(load.running),
+                str(load.waiting),
+            )
+        if not served.workers:
+            table.add_row(served.model, str(served.context_length))
+    return table
