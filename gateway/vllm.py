@@ -9,7 +9,7 @@ from msgspec import UNSET
 
 from tokenbus.client.wire.wire_client import WireClient
 from tokenbus.gateway.http import http_errors
-from tokenbus.gateway.openai.chat import OpenAIChatMessage
+from tokenbus.gateway.openai.chat import OpenAIChatMessage, continuation_of
 from tokenbus.gateway.serving import conversation
 from tokenbus.gateway.serving.dialect import ApiEndpoint, ParsedCall, RequestHead, UnservedField
 from tokenbus.protocol.wire import errors
@@ -38,6 +38,7 @@ class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
     with_pieces: bool | None = None
     """llama-server's: each token is an object with its `id` and its `piece`."""
     continue_final_message: bool | None = None
+    """Whether a conversation ends in the middle of its last message, an assistant's."""
     # Refused unless the value changes nothing: the endpoint says which.
     chat_template: Any = None
     parse_special: Any = None
@@ -110,12 +111,15 @@ def read_tokenize(asked: TokenizeBody, head: RequestHead) -> ParsedCall[wire.Tok
     said = None
     if asked.messages is not None:
         said = conversation.normalized([one.to_wire() for one in asked.messages])
+    continued = continuation_of(
+        asked.messages or [], asked=asked.continue_final_message, begins_answer=asked.add_generation_prompt
+    )
     prompt, adds_bos, variables = asked.prompt, asked.add_special_tokens, asked.chat_template_kwargs
     if asked.content is not None:
         if prompt is not None:
             raise errors.invalid_field("content", "is another name of prompt: give one of them")
         prompt, adds_bos = asked.content, bool(asked.add_special)
-    if asked.add_generation_prompt is not None and said is not None:
+    if asked.add_generation_prompt is not None and said is not None and not continued:
         variables = (variables or {}) | {"add_generation_prompt": asked.add_generation_prompt}
     request = wire.TokenizeRequest(
         id=head.id,
@@ -123,10 +127,11 @@ def read_tokenize(asked: TokenizeBody, head: RequestHead) -> ParsedCall[wire.Tok
         messages=said,
         tools=asked.tools,
         chat_template_kwargs=variables,
+        continue_final_message=True if continued else None,
         add_special_tokens=adds_bos,
         only_count=asked.only_count,
     )
-    name_of = conversation.given_names({}, num_joined=len(asked.messages or []) - len(said or []))
+    name_of = conversation.given_names(continued, num_joined=len(asked.messages or []) - len(said or []))
     with http_errors.renaming(name_of):
         validation.check_tokenize_request(request)
     return ParsedCall(
@@ -179,7 +184,6 @@ TOKENIZE = ApiEndpoint(
     read=read_tokenize,
     response=TokenizeResponse,
     unserved={
-        "continue_final_message": UnservedField("only False is served", (None, False)),
         "chat_template": UnservedField("only the model's own is served"),
         "parse_special": UnservedField("special tokens in a text are never parsed", (None, False)),
         "mm_processor_kwargs": UnservedField("only text is served", (None, {})),

@@ -145,6 +145,7 @@ class TokenizeFields(TypedDict, total=False):
     prompt: str | None
     tools: Sequence[JsonObject] | None
     chat_template_kwargs: JsonObject | None
+    continue_final_message: bool | None
     add_special_tokens: bool | None
     only_count: bool | None
     return_tokenizer: bool | None

@@ -23,6 +23,7 @@ from tokenbus.protocol.bus import connection as nats
 from tokenbus.protocol.shared_answer import SharedAnswer
 from tokenbus.protocol.telemetry import tracing
 from tokenbus.protocol.wire import codec, errors, limits, messages, subjects
+from tokenbus.protocol.wire.checks import validation
 from tokenbus.protocol.wire.default_model import default_model
 
 AnswerT = TypeVar("AnswerT", bound=messages.Message)
@@ -230,7 +231,10 @@ class WireClient:
     async def tokenize(self, model: str, request: messages.TokenizeRequest) -> messages.TokenizeReply:
         """Returns the tokens of a prompt, or only their number. Raises RequestError on failure."""
         timeout_s = _timeout_s(request.timeout_ms)
-        return await self._ask_once(self._names.tokenize(model, self._tenant), request, _tokenizes, timeout_s)
+        reply = await self._ask_once(self._names.tokenize(model, self._tenant), request, _tokenizes, timeout_s)
+        if request.continue_final_message and reply.continues is not True:
+            raise errors.unsupported_field(validation.CONTINUE, "the routers are of an earlier version")
+        return reply
 
     async def keep_session(self, model: str, session_id: str, ttl_s: float = 300.0) -> None:
         """Asks the model's workers to keep the cached blocks of one of this tenant's sessions for that long. This is a

@@ -69,7 +69,13 @@ def read(chat: ChatRequest, head: RequestHead) -> ParsedGeneration:
         raise errors.invalid_field("top_logprobs", "needs logprobs: true")
     if chat.tool_choice == {}:
         raise errors.invalid_field("tool_choice", "must be auto, none, required or the name of a function, got {}")
-    continued = _continued(chat, chat.messages)
+    continued = continuation_of(
+        chat.messages, asked=chat.continue_final_message, begins_answer=chat.add_generation_prompt
+    )
+    if chat.add_generation_prompt is False and not continued:
+        raise errors.unsupported_field(
+            "add_generation_prompt", "answers begin a new message, unless the last is continued"
+        )
     chat.check_answers()
     wishes, common = chat.read_wishes(), chat.to_wire(head.session)
     request = _to_wire(chat, chat.messages, wishes, common, head, continues=bool(continued))
@@ -92,22 +98,21 @@ def read(chat: ChatRequest, head: RequestHead) -> ParsedGeneration:
     )
 
 
-def _continued(chat: ChatRequest, said: list[OpenAIChatMessage]) -> dict[str, str]:
-    """Returns the name by which the body asks to continue its last message, if it does. Raises RequestError if it also
-    asks for something else."""
+def continuation_of(
+    said: Sequence[OpenAIChatMessage], *, asked: bool | None, begins_answer: bool | None
+) -> dict[str, str]:
+    """Returns the name by which a body asks to continue its last message, if it does: `asked` is its
+    `continue_final_message`, and `begins_answer` its `add_generation_prompt`. Raises RequestError if both are true, and
+    for the prefix of another message."""
     for index, message in enumerate(said[:-1]):
         if message.prefix:
             raise errors.invalid_field(f"messages[{index}].prefix", "only the last message can be continued")
-    if chat.continue_final_message:
-        if chat.add_generation_prompt:
+    if asked:
+        if begins_answer:
             raise errors.invalid_field("add_generation_prompt", "can't be true with continue_final_message")
         return {"continue_final_message": "continue_final_message"}
     if said and said[-1].prefix:
         return {"continue_final_message": f"messages[{len(said) - 1}].prefix"}
-    if chat.add_generation_prompt is False:
-        raise errors.unsupported_field(
-            "add_generation_prompt", "answers begin a new message, unless the last is continued"
-        )
     return {}
 
 

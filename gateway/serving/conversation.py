@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 
 from tokenbus.gateway.http import http_errors
-from tokenbus.protocol.wire import codec, errors, limits, messages
+from tokenbus.protocol.wire import codec, errors, limits, messages, params, reasoning
 
 _SESSION_HEADERS = ("x-claude-code-session-id", "session-id", "session_id", "x-session-id")
 """Headers in which agents name their session."""
@@ -35,11 +35,13 @@ def check_count(field: str, items: Sequence[object]) -> None:
 
 def counting(request: messages.GenerateRequest) -> messages.TokenizeRequest:
     """Returns a request for the number of tokens in a conversation's prompt."""
+    asked = request.reasoning or params.ReasoningOptions()
     return messages.TokenizeRequest(
         id=request.id,
         messages=request.messages,
         tools=request.tools,
-        chat_template_kwargs=request.chat_template_kwargs,
+        chat_template_kwargs=reasoning.template_arguments(asked.effort, request.chat_template_kwargs, asked.max_tokens),
+        continue_final_message=request.continue_final_message,
         only_count=True,
         timeout_ms=request.timeout_ms,
     )

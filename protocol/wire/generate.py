@@ -117,6 +117,9 @@ class TokenizeRequest(Message, frozen=True, kw_only=True, omit_defaults=True):
     """The tools of the request, which the template writes into the prompt."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Variables for the chat template."""
+    continue_final_message: bool | None = None
+    """As in a `generate` request. Routers of earlier versions ignore it: their replies lack `continues`. false if
+    absent."""
     add_special_tokens: bool | None = None
     """Whether BOS is prepended if the model's prompts begin with it. true if absent."""
     only_count: bool | None = None
@@ -155,6 +158,8 @@ class TokenizeReply(Message, frozen=True, kw_only=True):
     """Their ids, unless only the count was asked for."""
     context_length: int | UnsetType = UNSET
     """The smallest context length of the model's workers, prompt and completion together. The prompt may be longer."""
+    continues: bool | UnsetType = UNSET
+    """true if the prompt ends in the middle of the last message, as `continue_final_message` asked."""
     tokenizer: TokenizerInfo | UnsetType = UNSET
     """The model's tokenizer, if asked for; absent if only workers can make the model's prompts."""
     error: errors.Error | UnsetType = UNSET

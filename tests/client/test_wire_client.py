@@ -13,6 +13,7 @@ from tests.support.raw_client import PREFIX, RawClient
 from tests.support.wire_answers import answer_of
 from tokenbus.cli.console import nats_server
 from tokenbus.client.wire.wire_client import WireClient
+from tokenbus.protocol.wire import errors, messages
 
 LOST = {"code": "worker_lost", "message": "it is gone", "retryable": True}
 
@@ -31,6 +32,25 @@ async def test_a_model_that_can_be_no_name_is_refused_and_leaves_nothing_behind(
         with pytest.raises(ValueError, match="a name must have 1 to 128 bytes"):
             client.generate(model, prompt="hi")
         assert "0 streams" in repr(client)
+
+
+async def test_the_tokens_of_a_router_that_can_not_continue_a_message_are_refused(url: str) -> None:
+    router, continues = await RawClient.connect(url), list[bool]()
+
+    async def serve(message: Msg) -> None:
+        known = {"continues": True} if continues else {}
+        await router.nats.publish(message.reply, json.dumps({"id": "t", "count": 3, **known}).encode())
+
+    await router.nats.subscribe(f"{PREFIX}.tokenize.demo", cb=serve)
+    await router.nats.flush()
+    said = [messages.ChatMessage(role="assistant", content="a")]
+    asked = messages.TokenizeRequest(id="t", messages=said, continue_final_message=True)
+    async with await WireClient.connect(url) as client:
+        with pytest.raises(errors.RequestError, match="continue_final_message: the routers are of an earlier version"):
+            await client.tokenize("demo", asked)
+        continues.append(True)
+        assert (await client.tokenize("demo", asked)).count == 3
+    await router.close()
 
 
 async def test_a_lost_stream_goes_on_under_a_new_id_at_a_new_reply_subject(url: str) -> None:

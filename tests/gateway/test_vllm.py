@@ -9,6 +9,8 @@ from tokenbus.gateway import vllm
 from tokenbus.gateway.http import http_errors
 from tokenbus.protocol.wire import errors, messages
 
+BEGUN: list[dict[str, Any]] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+
 
 def parse(**fields: Any) -> messages.TokenizeRequest:
     return vllm.TOKENIZE.parse(json.dumps({"model": "m", **fields}).encode(), {}, "r").request
@@ -38,6 +40,9 @@ def test_a_prompt_and_a_conversation_become_requests_of_the_wire() -> None:
         ({"prompt": "x", "content": "x"}, "content"),
         ({"prompt": "x", "continue_final_message": True}, "continue_final_message"),
         ({"prompt": "x", "chat_template": ""}, "chat_template"),
+        ({"messages": BEGUN, "continue_final_message": True, "add_generation_prompt": True}, "add_generation_prompt"),
+        ({"messages": BEGUN[:1], "continue_final_message": True}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": "a", "prefix": True}]}, "messages[0].role"),
     ],
 )
 def test_a_wrong_field_is_named(fields: dict[str, Any], param: str) -> None:
@@ -55,6 +60,20 @@ def test_a_conversation_may_end_without_the_beginning_of_an_answer_and_a_text_ha
     asked = parse(messages=said, add_generation_prompt=False, chat_template_kwargs={"a": 1})
     assert asked.chat_template_kwargs == {"a": 1, "add_generation_prompt": False}
     assert parse(prompt="x", add_generation_prompt=False).chat_template_kwargs is None
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"messages": BEGUN, "continue_final_message": True},
+        {"messages": BEGUN, "continue_final_message": True, "add_generation_prompt": False},
+        {"messages": [BEGUN[0], BEGUN[1] | {"prefix": True}]},
+    ],
+)
+def test_a_conversation_may_end_in_the_middle_of_its_last_message(asked: dict[str, Any]) -> None:
+    request = parse(**asked)
+    assert (request.continue_final_message, request.chat_template_kwargs) == (True, None)
+    assert parse(messages=BEGUN).continue_final_message is None
 
 
 def test_llama_servers_names_add_bos_only_if_asked_to() -> None:

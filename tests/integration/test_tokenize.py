@@ -37,8 +37,9 @@ async def test_the_tokens_of_a_prompt_are_those_that_generate_uses(system: Syste
     await until_ready(bare, 2)
     long = "12 + 30 = 42. " * 300  # tokenized on a thread
     said = [{"role": "user", "content": "What is 12 + 30?"}]
+    begun = {"messages": [*said, {"role": "assistant", "content": "It is"}], "continue_final_message": True}
     for model in ("demo", "sim"):
-        for prompt in ({"prompt": "12 + 30 ="}, {"prompt": long}, {"messages": said}):
+        for prompt in ({"prompt": "12 + 30 ="}, {"prompt": long}, {"messages": said}, *([begun] * (model == "demo"))):
             found = await ask(bare, "tokenize", {"id": "mine", **prompt}, model)
             assert (found["id"], found["model"]) == ("mine", model), found
             assert found["count"] == len(found["token_ids"])
@@ -49,18 +50,19 @@ async def test_the_tokens_of_a_prompt_are_those_that_generate_uses(system: Syste
                 request = {**prompt, "max_tokens": 1, "stream": False}
                 answer = await bare.ask(request, subject=f"{PREFIX}.generate.{model}")
                 assert answer.terminals[0]["usage"]["prompt_tokens"] == found["count"]
-    begun = await ask(bare, "tokenize", {"prompt": "12"})
+    with_bos = await ask(bare, "tokenize", {"prompt": "12"})
     plain = await ask(bare, "tokenize", {"prompt": "12", "add_special_tokens": False})
-    assert begun["token_ids"][-plain["count"] :] == plain["token_ids"]
+    assert with_bos["token_ids"][-plain["count"] :] == plain["token_ids"]
     empty = await ask(bare, "tokenize", {"prompt": "", "add_special_tokens": False})
     assert (empty["count"], empty["token_ids"]) == (0, [])
     packed = msgspec.msgpack.encode({"prompt": "12"})
     headers = {"Content-Type": "application/msgpack"}
     answer = await bare.nats.request(f"{PREFIX}.tokenize.demo", packed, timeout=60, headers=headers)
-    assert msgspec.msgpack.decode(answer.data)["token_ids"] == begun["token_ids"]
+    assert msgspec.msgpack.decode(answer.data)["token_ids"] == with_bos["token_ids"]
     finished = [line for line in system.log("router") if line["event"] == "call_finished"]
     assert {line["code"] for line in finished} == {None}
     assert {line["op"] for line in finished} == {"tokenize"}
+    assert (await ask(bare, "tokenize", begun, "sim"))["error"]["code"] == "unsupported"  # as for generate
 
 
 async def test_the_text_of_tokens_is_that_of_a_completion(system: System) -> None:

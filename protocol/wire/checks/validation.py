@@ -108,6 +108,8 @@ def check_tokenize_request(request: messages.TokenizeRequest) -> None:
         raise invalid_field("messages", "must not be empty")
     else:
         _check_messages(request.messages)
+    if request.continue_final_message:
+        _check_continued(request.messages)
     check_free_form(request.chat_template_kwargs, "chat_template_kwargs")
     check_tools(request.tools or [])
 

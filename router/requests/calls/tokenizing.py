@@ -43,6 +43,7 @@ class TokenizeCalls(_Tokenizing[messages.TokenizeRequest, internal.Tokenize]):
             messages=body.messages,
             chat_template_kwargs=body.chat_template_kwargs,
             tools=body.tools,
+            continue_final_message=bool(body.continue_final_message),
             add_special_tokens=body.add_special_tokens is not False,
         )
 
@@ -59,6 +60,7 @@ class TokenizeCalls(_Tokenizing[messages.TokenizeRequest, internal.Tokenize]):
             count=len(token_ids),
             token_ids=UNSET if call.body.only_count else token_ids,
             context_length=min(contexts) if contexts else UNSET,
+            continues=call.work.continue_final_message or UNSET,
             tokenizer=UNSET if rules is None else _to_info(rules),
         )
 

@@ -99,6 +99,9 @@ class PromptTokenizer:
         workers = workers_for(self._fleet, prompt.model, time.monotonic())
         if prompt.source.tools:
             _require(validation.RequiredFeature("tools", "tools"), workers[0])
+        if prompt.source.continue_final_message:
+            needed = validation.RequiredFeature(validation.CONTINUE, validation.CONTINUE)
+            _require(needed, self._able_worker(prompt.model, needed.feature) or workers[0])
         packed = await self._tokenize(prompt, workers, timeout_s, lambda: False, is_bounded=False)
         return block_hash.unpack_token_ids(packed).tolist()
 
@@ -178,10 +181,13 @@ class PromptTokenizer:
         if "generate" not in worker.card.features:
             raise errors.request_error(errors.Code.UNSUPPORTED, "this model generates nothing", param="model")
         if flight.feature:  # it is enough if any of them has it
-            workers = self._fleet.workers_of(flight.model)
-            worker = next((one for one in workers if flight.feature in one.card.features), worker)
+            worker = self._able_worker(flight.model, flight.feature) or worker
         for need in validation.required_features(flight.request):
             _require(need, worker)
+
+    def _able_worker(self, model: str, feature: str) -> Worker | None:
+        """Returns a worker of the model that has a feature, if any has it."""
+        return next((one for one in self._fleet.workers_of(model) if feature in one.card.features), None)
 
     def _longest_context(self, model: str, workers: list[Worker]) -> int:
         """The longest context of the model's workers, including those of `workers` that have left meanwhile."""

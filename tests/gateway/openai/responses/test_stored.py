@@ -188,7 +188,6 @@ async def test_the_input_of_a_continued_response_is_the_whole_conversation_befor
         ({"limit": "ten"}, "limit"),
         ({"limit": "9" * 5_000}, "limit"),
         ({"order": "up"}, "order"),
-        ({"after": "msg_1"}, "after"),
     ],
 )
 async def test_a_page_that_can_not_be_is_refused_by_name(query: dict[str, str], param: str) -> None:
@@ -196,6 +195,13 @@ async def test_a_page_that_can_not_be_is_refused_by_name(query: dict[str, str], 
     with pytest.raises(errors.RequestError) as raised:
         await asked(LIST, records, said["id"], **query)
     assert raised.value.error.param == param
+
+
+async def test_a_page_after_an_unknown_item_is_not_found() -> None:
+    records, said = answered(parse({}, input="hi"))
+    with pytest.raises(ApiError) as raised:
+        await asked(LIST, records, said["id"], after="msg_1")
+    assert (raised.value.response.status, raised.value.response.param) == (404, "after")
 
 
 async def test_a_deleted_response_is_gone_with_its_input() -> None:
