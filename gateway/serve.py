@@ -22,7 +22,7 @@ from tokenbus.gateway.storage.record_store import StorageLimits
 from tokenbus.gateway.storage.records import Records
 from tokenbus.protocol import tasks
 from tokenbus.protocol.bus import connection as nats
-from tokenbus.protocol.bus.bus import Bus
+from tokenbus.protocol.bus.bus import OwnedBus
 from tokenbus.protocol.http.connection_table import ConnectionLimits
 from tokenbus.protocol.http.http_server import EmbeddedServer, ServerConfig, Timeouts
 from tokenbus.protocol.process import signals
@@ -113,7 +113,7 @@ class Gateway:
         self._services.aliases = settings.aliases
         await self._services.tenants.set_keys(settings.keys)
 
-    async def run(self, listening: socket.socket, broker: Bus, stop: asyncio.Event) -> None:
+    async def run(self, listening: socket.socket, broker: OwnedBus, stop: asyncio.Event) -> None:
         """Serves until `stop` is set, then drains. Raises ConnectionError if the broker closes the connection for
         good."""
         url = listen.base_url(listening)

@@ -15,7 +15,7 @@ import structlog
 from tokenbus.protocol import tasks
 from tokenbus.protocol.bus import connection as nats
 from tokenbus.protocol.bus import ping_probe
-from tokenbus.protocol.bus.bus import Bus
+from tokenbus.protocol.bus.bus import OwnedBus
 from tokenbus.protocol.bus.reply_sender import ReplySender
 from tokenbus.protocol.process import signals
 from tokenbus.protocol.telemetry import metrics, status, tracing
@@ -57,7 +57,7 @@ class Router:
 
     def __init__(
         self,
-        bus: Bus,
+        bus: OwnedBus,
         names: subjects.Subjects,
         router_id: str,
         settings: RouterSettings,
@@ -236,7 +236,7 @@ async def serve(settings: RouterSettings, read_settings: Callable[[], RouterSett
         await _run(settings, connection, router, stop)
 
 
-async def _run(settings: RouterSettings, bus: Bus, router: Router, stop: asyncio.Event) -> None:
+async def _run(settings: RouterSettings, bus: OwnedBus, router: Router, stop: asyncio.Event) -> None:
     running: list[asyncio.Task[None]] = [tasks.awaited(one) for one in (router.run(), bus.wait_closed())]
     stopped = tasks.awaited(stop.wait())
     try:

@@ -15,7 +15,7 @@ import structlog
 from nats.aio.msg import Msg
 
 from tokenbus.protocol import tasks
-from tokenbus.protocol.bus.bus import Bus, OutboundBufferLimitError
+from tokenbus.protocol.bus.bus import OutboundBufferLimitError, OwnedBus
 from tokenbus.protocol.wire import codec, errors, internal, limits, messages, subjects
 from tokenbus.router.fleet.fleet import Fleet
 from tokenbus.router.requests.lifecycle import RequestLifecycle
@@ -42,7 +42,7 @@ class FleetWatch:
 
     def __init__(
         self,
-        bus: Bus,
+        bus: OwnedBus,
         names: subjects.Subjects,
         fleet: Fleet,
         recovery: Recovery,

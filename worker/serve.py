@@ -1,6 +1,8 @@
-"""The composition root of a worker process: its replicas, the engine process that they share, and their KV budget."""
+"""The composition root of a worker process: its replicas, the connections and the engine process that they share, and
+their KV budget."""
 
 import asyncio
+import contextlib
 import os
 import secrets
 import socket
@@ -12,9 +14,11 @@ import msgspec
 from prometheus_client.registry import Collector
 
 from tokenbus.protocol import tasks
+from tokenbus.protocol.bus.connection import Connection
 from tokenbus.protocol.process import signals
 from tokenbus.protocol.telemetry import metrics, status, tracing
 from tokenbus.protocol.wire import errors, internal, subjects
+from tokenbus.worker.broker.lifeline import Lifeline
 from tokenbus.worker.contract.engine_errors import ModelError
 from tokenbus.worker.contract.engine_settings import EngineSettings, check_choices
 from tokenbus.worker.engine_client.engine_process import EngineProcess
@@ -65,18 +69,22 @@ class WorkerProcess:
         self._process = EngineProcess(settings.log.variables())
         self._metrics = WorkerMetrics()
         self._name = settings.worker_id or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
+        self._connections = [
+            Connection(settings.broker, f"worker {self._name}{suffix}") for suffix in ("", " incoming")
+        ]
+        self._line = Lifeline(*self._connections)
         self._tracer: tracing.Tracer = tracing.NoopTracer()
         self._is_single = sum(model.replicas for model in settings.models) == 1
         self._on_demand = OnDemandModels(settings, self._metrics, self._name)
         self._replicas: dict[Replica, asyncio.Task[None]] = {}
         self._ended: asyncio.Queue[Replica | None] = asyncio.Queue()
-        """Replicas that have ended; None stands for the task that loads models on demand."""
+        """Replicas that have ended; None stands for a task of the process."""
         self._loads: set[asyncio.Task[None]] = set()
         self._taken_bytes: dict[Replica, int] = {}
         """The bytes of the memory budget taken by each replica loaded after the start."""
         self._starting = asyncio.Lock()
         self._last_number = 0
-        self._is_draining = False
+        self._drain_requested = asyncio.Event()
 
     def __repr__(self) -> str:
         return f"<WorkerProcess {list(self._replicas)}>"
@@ -94,14 +102,27 @@ class WorkerProcess:
             await self._serve()
 
     async def _serve(self) -> None:
-        loading = tasks.awaited(self._on_demand.run())
-        loading.add_done_callback(lambda _: self._ended.put_nowait(None))
+        async with contextlib.AsyncExitStack() as opened:
+            for connection in self._connections:
+                try:
+                    await signals.unless_stopped(self._drain_requested, connection.open())
+                except signals.StoppedError:
+                    return
+                opened.push_async_callback(connection.close)
+            await self._serve_replicas()
+
+    async def _serve_replicas(self) -> None:
+        lives = [tasks.awaited(life) for life in (self._line.run(), self._on_demand.run())]
+        for life in lives:
+            life.add_done_callback(lambda _: self._ended.put_nowait(None))
         try:
             await self._start_first()
             while self._replicas:
                 replica = await self._ended.get()
                 if replica is None:
-                    loading.result()  # raises what ended it
+                    for life in lives:
+                        if life.done():
+                            life.result()  # raises what ended it
                     continue
                 life = self._replicas.pop(replica)
                 self._on_demand.give_back(self._taken_bytes.pop(replica, 0))
@@ -110,10 +131,11 @@ class WorkerProcess:
                 if replica.started.done():
                     life.result()  # raises what ended it, since that concerns all replicas
         finally:
-            running = [loading, *self._loads, *self._replicas.values()]
-            for task in running:
-                task.cancel()
-            await asyncio.gather(*running, return_exceptions=True)
+            replicas = [*self._loads, *self._replicas.values()]
+            for running in (replicas, lives):  # replicas still announce that they have stopped
+                for task in running:
+                    task.cancel()
+                await asyncio.gather(*running, return_exceptions=True)
 
     def _page(self) -> metrics.MetricsCollector:
         def refresh() -> None:
@@ -127,13 +149,13 @@ class WorkerProcess:
         return metrics.MetricsCollector(families, refresh)
 
     def _unready_reason(self) -> str:
-        if not self._replicas or self._is_draining:
+        if not self._replicas or self._drain_requested.is_set():
             return "no replica accepts requests"
         return next(filter(None, (replica.unready_reason for replica in self._replicas)), "")
 
     def drain(self) -> None:
         """Drains every replica."""
-        self._is_draining = True
+        self._drain_requested.set()
         for replica in self._replicas:
             replica.frontend.drain.request()
 
@@ -225,7 +247,7 @@ class WorkerProcess:
         worker_id = self._name if alone else f"{self._name}-{self._last_number}"
         if model.on_demand:
             own = OnDemandReplica(
-                self._settings, model, worker_id, self._metrics, self._tracer, self.load, self._on_demand
+                self._settings, self._line, model, worker_id, self._metrics, self._tracer, self.load, self._on_demand
             )
             self._on_demand.add(own)
             return self._start(own)
@@ -240,13 +262,23 @@ class WorkerProcess:
             memory_kept_bytes=coming_weights,
         )
         return self._start(
-            Replica(self._settings, model, worker_id, engine, self._process, self._metrics, self._tracer, self.load)
+            Replica(
+                self._settings,
+                self._line,
+                model,
+                worker_id,
+                engine,
+                self._process,
+                self._metrics,
+                self._tracer,
+                self.load,
+            )
         )
 
     def _start(self, replica: Replica) -> Replica:
         life = self._replicas[replica] = tasks.awaited(replica.run())
         life.add_done_callback(lambda _: self._ended.put_nowait(replica))
-        if self._is_draining:
+        if self._drain_requested.is_set():
             replica.frontend.drain.request()
         return replica
 

@@ -52,7 +52,7 @@ class WireClient:
 
     def __init__(
         self,
-        connection: bus.Bus,
+        connection: bus.OwnedBus,
         tenant: str,
         prefix: str,
         encoding: codec.Encoding,
@@ -100,7 +100,7 @@ class WireClient:
     @classmethod
     async def from_connection(
         cls,
-        connection: bus.Bus,
+        connection: bus.OwnedBus,
         *,
         tenant: str = subjects.DEFAULT_TENANT,
         prefix: str = subjects.DEFAULT_PREFIX,

@@ -9,7 +9,7 @@ from tokenbus.gateway.admission.keys import ApiKeys
 from tokenbus.gateway.admission.settings import GatewaySettings
 from tokenbus.gateway.http.http_errors import INVALID_API_KEY, TENANT_STARTING, ApiError
 from tokenbus.protocol import tasks
-from tokenbus.protocol.bus.bus import Bus
+from tokenbus.protocol.bus.bus import OwnedBus
 from tokenbus.protocol.telemetry import tracing
 from tokenbus.protocol.wire import subjects
 
@@ -33,7 +33,7 @@ class Tenants:
         return f"<Tenants {sorted(self._clients)}>"
 
     @classmethod
-    async def create(cls, connection: Bus, settings: GatewaySettings, tracer: tracing.Tracer) -> "Tenants":
+    async def create(cls, connection: OwnedBus, settings: GatewaySettings, tracer: tracing.Tracer) -> "Tenants":
         """Opens a client for each tenant that has a key."""
         client = await WireClient.from_connection(
             connection, tenant=settings.tenant, prefix=settings.prefix, tracer=tracer

@@ -56,14 +56,7 @@ class Subscription(Protocol):
 
 
 class Bus(Protocol):
-    """One process's connection to the broker; the guarantees are in this module's docstring."""
-
-    on_permissions_violation: Callable[[str], None]
-    """Called with the broker's error text when its permissions forbid a subject."""
-    on_reconnect: Callable[[], None]
-    """Called after a reconnect."""
-    guard: Callable[[], bool]
-    """Returns whether everything published so far may still be sent."""
+    """A connection to the broker as its users see it; the guarantees are in this module's docstring."""
 
     @property
     def is_connected(self) -> bool: ...
@@ -80,12 +73,6 @@ class Bus(Protocol):
         ...
 
     @property
-    def confirmed_at(self) -> float:
-        """When the newest ping that the broker has answered was sent, by `protocol.bus.clock`. Everything published
-        before that has reached the broker."""
-        ...
-
-    @property
     def max_payload(self) -> int:
         """The most bytes that the broker allows in one message, headers included."""
         ...
@@ -94,10 +81,6 @@ class Bus(Protocol):
     def num_writes(self) -> int:
         """The number of times the queue was handed to the operating system. Messages queued since the last time have
         not left this process."""
-        ...
-
-    def ping(self) -> None:
-        """Sends a ping after everything published before; nothing is sent while the broker is unreachable."""
         ...
 
     def publish(self, subject: str, payload: bytes, reply: str = "", headers: dict[str, str] | None = None) -> None:
@@ -127,20 +110,41 @@ class Bus(Protocol):
         the broker had sent it by then. Raises TimeoutError, ConnectionError."""
         ...
 
-    async def wait_closed(self) -> None:
-        """Never returns; raises ConnectionError once the broker has closed the connection for good."""
-        ...
-
     def new_inbox(self) -> str:
         """Returns a unique reply subject."""
         ...
 
-    def abort(self) -> None:
-        """Cuts the connection, discards everything queued, and reconnects."""
+    async def close(self) -> None:
+        """Ends this use of the connection. Its owner writes what is pending and disconnects. Idempotent."""
         ...
 
-    async def close(self) -> None:
-        """Writes what is pending and disconnects. Idempotent."""
+
+class OwnedBus(Bus, Protocol):
+    """The same as its one owner sees it, who decides when it is cut."""
+
+    on_permissions_violation: Callable[[str], None]
+    """Called with the broker's error text when its permissions forbid a subject."""
+    on_reconnect: Callable[[], None]
+    """Called after a reconnect."""
+    guard: Callable[[], bool]
+    """Returns whether everything published so far may still be sent."""
+
+    @property
+    def confirmed_at(self) -> float:
+        """When the newest ping that the broker has answered was sent, by `protocol.bus.clock`. Everything published
+        before that has reached the broker."""
+        ...
+
+    def ping(self) -> None:
+        """Sends a ping after everything published before; nothing is sent while the broker is unreachable."""
+        ...
+
+    async def wait_closed(self) -> None:
+        """Never returns; raises ConnectionError once the broker has closed the connection for good."""
+        ...
+
+    def abort(self) -> None:
+        """Cuts the connection, discards everything queued, and reconnects."""
         ...
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from collections.abc import Sequence
 
 from tests.sim.engine import TimedEngine
 from tests.sim.network import Broker
@@ -11,6 +12,7 @@ from tokenbus.protocol.telemetry.tracing import NoopTracer
 from tokenbus.protocol.wire import subjects
 from tokenbus.router.serve import Router
 from tokenbus.router.settings import RouterSettings
+from tokenbus.worker.broker.lifeline import Lifeline
 from tokenbus.worker.replica.frontend import Frontend
 from tokenbus.worker.replica.replica import leave
 from tokenbus.worker.settings.settings import FrontendSettings
@@ -26,35 +28,29 @@ _GRACE_S = 1.0
 """Time that requests have to reach a worker before a router stops."""
 
 
-class FrontendProcess:
-    """A worker whose engine can die and is then restarted."""
+class SimReplica:
+    """One worker of a process. Its engine can die and is then restarted."""
 
     def __init__(
         self,
-        world: World,
-        broker: Broker,
+        process: Process,
+        line: Lifeline,
         name: str,
-        max_num_seqs: int = 4,
-        token_s: float = 0.1,
-        restart_s: float = _START_S,
-        max_new_tokens: int = FrontendSettings.max_new_tokens,
+        settings: FrontendSettings,
+        restart_s: float,
+        max_num_seqs: int,
+        token_s: float,
     ) -> None:
-        self._restart_s = restart_s
-        self._settings = FrontendSettings(debug=True, max_new_tokens=max_new_tokens)
+        self.process = process
         self.name = name
-        self.process = world.process(name)
-        self.bus = SimBus(self.process, broker)
-        self.incoming = SimBus(self.process, broker)
+        self._restart_s = restart_s
         self._shape = (max_num_seqs, token_s)
+        metrics = ReplicaMetrics(WorkerMetrics(), MODEL, name)
+        self.frontend = Frontend(line, subjects.Subjects(), MODEL, name, settings, metrics, NoopTracer())
         self.engine: TimedEngine | None = None
-        self.process.do(self._begin())
-        self.process.spawn(self.frontend.run())
 
-    async def _begin(self) -> None:
-        metrics = ReplicaMetrics(WorkerMetrics(), MODEL, self.name)
-        self.frontend = Frontend(self.bus, subjects.Subjects(), MODEL, self.name, self._settings, metrics, NoopTracer())
-        await self.frontend.open(self.incoming)
-        self._on_reconnect = self.bus.on_reconnect
+    async def open(self) -> None:
+        await self.frontend.open()
         self._start_engine()
 
     def _start_engine(self) -> None:
@@ -65,21 +61,84 @@ class FrontendProcess:
     def engine_dies(self) -> None:
         self.process.call(self._engine_dies)
 
-    def drain(self, handover_s: float | None = None) -> None:
-        """Stops it, without giving its streams time to finish."""
-        self.process.call(lambda: self.process.spawn(self._drain(handover_s)))
+    def _engine_dies(self) -> None:
+        if self.engine is None:
+            return
+        engine, self.engine = self.engine, None
+        self.frontend.engine_died()
+        engine.die()
+        self.frontend.step_done()
+        self.process.loop.call_later(self._restart_s, self._start_engine)
 
-    async def _drain(self, handover_s: float | None) -> None:
+    async def leave(self, handover_s: float | None) -> None:
+        """Leaves, while other workers of the process may stay."""
         self.frontend.drain.request(handover_s=handover_s)
         await leave(self.frontend, self._end_engine, 0.0, _HANDOVER_S)
         self.frontend.announce_stopped()
-        await asyncio.sleep(0)  # its last messages leave at the end of a turn
-        kill(self.process, self.bus, self.incoming)
 
     async def _end_engine(self) -> None:
         if self.engine is not None:
             self.engine.die()
             self.frontend.step_done()
+
+
+class FrontendProcess:
+    """A worker process, most often with one worker."""
+
+    def __init__(
+        self,
+        world: World,
+        broker: Broker,
+        name: str,
+        max_num_seqs: int = 4,
+        token_s: float = 0.1,
+        restart_s: float = _START_S,
+        max_new_tokens: int = FrontendSettings.max_new_tokens,
+        beside: Sequence[str] = (),
+    ) -> None:
+        """`beside` names more workers of the process."""
+        settings = FrontendSettings(debug=True, max_new_tokens=max_new_tokens)
+        self.name = name
+        self.process = world.process(name)
+        self.bus = SimBus(self.process, broker)
+        self.incoming = SimBus(self.process, broker)
+        self.replicas: list[SimReplica] = []
+        self._shape = (settings, restart_s, max_num_seqs, token_s)
+        self._line = Lifeline(self.bus, self.incoming)
+        for one in (name, *beside):
+            self.add(one)
+        self._on_reconnect = self.bus.on_reconnect
+        self.process.spawn(self._line.run())
+
+    def add(self, name: str) -> SimReplica:
+        """Starts another worker in the process."""
+        return self.process.do(self._add(name))
+
+    async def _add(self, name: str) -> SimReplica:
+        replica = SimReplica(self.process, self._line, name, *self._shape)
+        self.replicas.append(replica)
+        await replica.open()
+        return replica
+
+    @property
+    def frontend(self) -> Frontend:
+        return self.replicas[0].frontend
+
+    @property
+    def engine(self) -> TimedEngine | None:
+        return self.replicas[0].engine
+
+    def engine_dies(self) -> None:
+        self.replicas[0].engine_dies()
+
+    def drain(self, handover_s: float | None = None) -> None:
+        """Stops it, without giving its streams time to finish."""
+        self.process.call(lambda: self.process.spawn(self._drain(handover_s)))
+
+    async def _drain(self, handover_s: float | None) -> None:
+        await asyncio.gather(*(replica.leave(handover_s) for replica in self.replicas))
+        await asyncio.sleep(0)  # its last messages leave at the end of a turn
+        kill(self.process, self.bus, self.incoming)
 
     def fence_twice(self) -> None:
         """Makes it fence itself, and again in the next epoch, whose card never leaves the process."""
@@ -92,15 +151,6 @@ class FrontendProcess:
         self.bus.link.stall(4.0)
         self.bus.on_reconnect = self._on_reconnect
         self._on_reconnect()
-
-    def _engine_dies(self) -> None:
-        if self.engine is None:
-            return
-        engine, self.engine = self.engine, None
-        self.frontend.engine_died()
-        engine.die()
-        self.frontend.step_done()
-        self.process.loop.call_later(self._restart_s, self._start_engine)
 
 
 class RouterProcess:

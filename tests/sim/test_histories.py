@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tests.sim.clients import ClientProcess, SimpleClient
 from tests.sim.network import Broker, Link
 from tests.sim.sim_bus import SimBus
-from tests.sim.system import LIMITS, MODEL, FrontendProcess, RouterProcess, kill
+from tests.sim.system import LIMITS, MODEL, FrontendProcess, RouterProcess, SimReplica, kill
 from tests.sim.world import Process, world
 from tokenbus.protocol.bus.bus import Outgoing
 from tokenbus.protocol.wire import codec, internal, limits, subjects
@@ -91,12 +91,12 @@ class History(RuleBasedStateMachine):
     @rule(who=NUMBERS, which=st.integers(0, 20), then_s=THEN_S)
     def operator_stops(self, who: int, which: int, then_s: float) -> None:
         """Has all workers told to stop a request that one of them runs."""
-        engine = self.of(self.frontends, who).engine
+        engine = self.of(self.replicas, who).engine
         if engine is None or not engine.running:
             return
         control = codec.encode(internal.Control(op="stop", request_id=self.of(engine.running, which)))
-        for frontend in self.frontends:
-            subject = subjects.Subjects().worker(MODEL, frontend.name, "control")
+        for replica in self.replicas:
+            subject = subjects.Subjects().worker(MODEL, replica.name, "control")
             self.simple_client.process.call(self.simple_client.bus.publish, subject, control)
         self.world.run(then_s)
 
@@ -195,7 +195,7 @@ class History(RuleBasedStateMachine):
 
     @rule(who=NUMBERS, then_s=THEN_S)
     def engine_dies(self, who: int, then_s: float) -> None:
-        self.of(self.frontends, who).engine_dies()
+        self.of(self.replicas, who).engine_dies()
         self.world.run(then_s)
 
     @rule(who=NUMBERS, then_s=THEN_S)
@@ -326,10 +326,10 @@ class History(RuleBasedStateMachine):
         for client in self.clients:
             assert all(asked.terminal is not None for asked in client.asked)
             assert client.client.num_streams == 0
-        for frontend in self.frontends:
-            assert frontend.engine is not None
-            assert frontend.engine.load().running == 0, frontend.frontend
-            assert self.snapshot(frontend).running == []
+        for replica in self.replicas:
+            assert replica.engine is not None
+            assert replica.engine.load().running == 0, replica.frontend
+            assert self.snapshot(replica).running == []
         assert not [one for one in self.leaving if one.process.is_alive]
         for router in self.routers:
             assert len(router.router.flights) == 0, router.router
@@ -340,9 +340,13 @@ class History(RuleBasedStateMachine):
         assert terminal is not None
         assert terminal.finish_reason == "length", terminal
 
-    def snapshot(self, frontend: FrontendProcess) -> internal.SnapshotPart:
+    @property
+    def replicas(self) -> list[SimReplica]:
+        return [replica for frontend in self.frontends for replica in frontend.replicas]
+
+    def snapshot(self, replica: SimReplica) -> internal.SnapshotPart:
         """The first part of a worker's snapshot, as a router gets it."""
-        subject = subjects.Subjects().worker(MODEL, frontend.name, "snapshot")
+        subject = subjects.Subjects().worker(MODEL, replica.name, "snapshot")
         workers = self.routers[0].router._workers
         answer = self.routers[0].process.do(workers.request(Outgoing(subject, b""), 1.0))
         return codec.Decoder(internal.SnapshotPart).decode(answer.data)
@@ -350,7 +354,8 @@ class History(RuleBasedStateMachine):
     def new_frontend(self, name: str) -> FrontendProcess:
         self.num_frontends += 1
         limit = LIMITS[self.num_frontends % len(LIMITS)]
-        return FrontendProcess(self.world, self.broker, name, max_new_tokens=limit)
+        beside = [f"{name}-2"] if self.num_frontends % 2 else []
+        return FrontendProcess(self.world, self.broker, name, max_new_tokens=limit, beside=beside)
 
     def new_router(self, name: str) -> RouterProcess:
         router = RouterProcess(self.world, self.broker, name)

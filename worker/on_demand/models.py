@@ -15,6 +15,7 @@ from tokenbus.protocol import tasks
 from tokenbus.protocol.telemetry import tracing
 from tokenbus.protocol.wire import errors, internal
 from tokenbus.protocol.wire.params import SamplingParams
+from tokenbus.worker.broker.lifeline import Lifeline
 from tokenbus.worker.broker.replica_state import ReplicaEvent, ReplicaState
 from tokenbus.worker.contract import contract
 from tokenbus.worker.contract.engine_errors import ModelError, ModelTooLargeError
@@ -62,6 +63,7 @@ class OnDemandReplica(Replica):
     def __init__(
         self,
         settings: WorkerSettings,
+        line: Lifeline,
         model: ModelToServe,
         worker_id: str,
         metrics: WorkerMetrics,
@@ -70,7 +72,7 @@ class OnDemandReplica(Replica):
         listener: LoadListener,
     ) -> None:
         process, on_want = EngineProcess(settings.log.variables()), partial(listener.want, model.served_name)
-        super().__init__(settings, model, worker_id, model.engine, process, metrics, tracer, on_load, on_want)
+        super().__init__(settings, line, model, worker_id, model.engine, process, metrics, tracer, on_load, on_want)
         self._listener = listener
         self._listing = _listing(model.engine, 1)
         self._load_requested = asyncio.Event()
@@ -248,6 +250,7 @@ class OnDemandModels:
         """Adds a replica before it runs."""
         name = replica.served_name
         self._replicas[name] = replica
+        self._changed.set()  # from now on there is something to watch
         self._start_measuring(name)
 
     def remove(self, replica: OnDemandReplica) -> None:
@@ -271,7 +274,7 @@ class OnDemandModels:
         try:
             while True:
                 try:
-                    async with asyncio.timeout(_TICK_S):
+                    async with asyncio.timeout(_TICK_S if self._replicas else None):
                         await self._changed.wait()
                 except TimeoutError:
                     pass

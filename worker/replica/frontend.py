@@ -1,4 +1,4 @@
-"""A worker's frontend: connects streams, announcer and endpoints to a bus, and stops publishing when it must."""
+"""A worker's frontend: connects streams, announcer and endpoints to the connections of its process."""
 
 import asyncio
 import contextlib
@@ -8,15 +8,14 @@ from functools import partial
 
 import structlog
 
-from tokenbus.protocol import tasks
-from tokenbus.protocol.bus.bus import Bus, lease_time
+from tokenbus.protocol.bus.bus_share import BusShare
 from tokenbus.protocol.bus.reply_inbox import ReplyInbox
 from tokenbus.protocol.parts.sender import PartsSender
 from tokenbus.protocol.telemetry import tracing
-from tokenbus.protocol.wire import internal, limits, subjects
+from tokenbus.protocol.wire import internal, subjects
 from tokenbus.worker.adapters.adapters import Adapters
 from tokenbus.worker.broker.announcer import Announcer
-from tokenbus.worker.broker.fence import Fence
+from tokenbus.worker.broker.lifeline import Lifeline
 from tokenbus.worker.broker.replica_state import ReplicaEvent, ReplicaState, Serving
 from tokenbus.worker.contract import contract
 from tokenbus.worker.kv_exchange.exchange import KvExchange
@@ -43,14 +42,11 @@ class ReplacedError(RuntimeError):
 
 
 class Frontend:
-    """Serves one worker over a bus, with the engine that it is given.
-
-    It has two connections. Everything that it publishes leaves over one, in order, and the fence watches that one.
-    Messages from others arrive over the second, so that a flood of them can't delay the broker's answers to pings."""
+    """Serves one worker over its share of a process's connections, with the engine that it is given."""
 
     def __init__(
         self,
-        bus: Bus,
+        line: Lifeline,
         names: subjects.Subjects,
         model: str,
         worker_id: str,
@@ -63,9 +59,10 @@ class Frontend:
         """`on_load` loads more models alongside this one; None if that is not possible. `on_want` loads this one; None
         if it is loaded from the start."""
         self._on_want = on_want
-        self._bus = bus
+        self._line = line
+        self.bus, self._incoming = bus, _ = BusShare(line.bus), BusShare(line.incoming)
         self._names = names
-        self.announcer = Announcer(bus, names, model, worker_id, settings.role, settings.site)
+        self.announcer = Announcer(bus, names, model, worker_id, settings.role, settings.site, line.epoch)
         telemetry = StreamTelemetry(metrics, tracer, model, worker_id)
         self._outbox = Outbox(bus, self.announcer, telemetry)
         self.adapters = Adapters(self.announcer.publish_card)
@@ -79,7 +76,6 @@ class Frontend:
         prefixes = settings.inbox_prefixes
         self._endpoints = Endpoints(bus, names, self.announcer, self.streams, prefixes, commands, metrics)
         self._guardians = Guardians(bus, names, self.announcer, self._outbox, self.streams)
-        self._fence = Fence(lease_time())
         self._tick_failed_at: dict[str, float] = {}
         """When each part of the tick was last logged as failing."""
         self._log = structlog.get_logger()
@@ -87,21 +83,25 @@ class Frontend:
         """Called a few times a second with the time, and the seconds since the last call."""
 
     def __repr__(self) -> str:
-        return f"<Frontend {self.announcer!r} {self.streams!r} {self._fence!r}>"
+        return f"<Frontend {self.announcer!r} {self.streams!r}>"
+
+    @property
+    def num_streams(self) -> int:
+        """The streams that are open."""
+        return len(self.streams)
 
     @property
     def is_ready(self) -> bool:
         """Whether requests are accepted now."""
         return self.announcer.state is ReplicaState.READY and not self.announcer.is_muted
 
-    async def open(self, incoming: Bus, connect: Connect | None = None) -> None:
-        """Subscribes to the worker's subjects over `incoming`. `connect` opens another connection, for other workers'
-        KV blocks; without it, none are exchanged."""
-        self._fence.reset(lease_time())
-        self._bus.guard = self._may_publish
-        self._bus.on_reconnect = self._reconnected
+    async def open(self, connect: Connect | None = None) -> None:
+        """Subscribes to the worker's subjects. `connect` opens another connection, for other workers' KV blocks;
+        without it, none are exchanged."""
+        self.announcer.is_muted = self._line.is_muted
+        self._line.join(self)
         # Parts leave over `incoming`, so that no chunk queues behind one, and the broker's notices come back over it.
-        model, worker_id = self.announcer.model, self.announcer.worker_id
+        incoming, model, worker_id = self._incoming, self.announcer.model, self.announcer.worker_id
         received = ReplyInbox(incoming, partial(self._names.received, model, worker_id))
         sender = PartsSender(incoming, received, timeout_s=_PART_TIMEOUT_S, tries=2)
         await self._guardians.open(incoming, sender)
@@ -110,19 +110,15 @@ class Frontend:
         await self._endpoints.open(incoming, sender)
 
     async def close(self) -> None:
-        """Closes the connection for KV blocks, if there is one, and the adapters' files."""
+        """Ends the subscriptions, the connection for KV blocks if there is one, and the adapters' files."""
+        self._line.leave(self)
         self.adapters.close()
         await self.exchange.close()
+        await asyncio.gather(self.bus.close(), self._incoming.close())
 
-    async def run(self) -> None:
-        """Runs until cancelled. Raises ReplacedError if another frontend takes this one's name."""
-        self._fence.reset(lease_time())
-        running = [tasks.awaited(life) for life in (self.announcer.run_heartbeat(), self._tick())]
-        try:
-            await asyncio.gather(*running, self._replaced_by)
-        finally:
-            for task in running:
-                task.cancel()
+    async def wait_replaced(self) -> None:
+        """Never returns; raises ReplacedError if another frontend takes this one's name."""
+        await self._replaced_by
 
     def engine_started(self, engine: contract.Engine, config: contract.EngineConfig) -> None:
         """Sends requests to this engine from now on, unless the worker accepts none any more."""
@@ -165,23 +161,17 @@ class Frontend:
         """Abandons every stream without a terminal: another frontend has this one's name."""
         if not self._replaced_by.done():
             self._log.error("replaced", worker_id=self.announcer.worker_id, streams=repr(self.streams))
-            self._fence_off()
+            self._line.give_up()
             self._replaced_by.set_exception(ReplacedError(reason))
 
-    async def _tick(self) -> None:
-        ticked_at = time.monotonic()
-        while True:
-            self._bus.ping()
-            await asyncio.sleep(limits.TICK_S)
-            now = time.monotonic()
-            # before anything is published, so that a pause of the process is noticed
-            self._fence.tick(lease_time())
-            if self._check_fence():
-                self._look_after("streams", self.streams.tick)
-                self._look_after("guardians", partial(self._guardians.tick, now))
-            self._look_after("kv exchange", partial(self.exchange.tick, now))
-            self._look_after("engine", partial(self.on_tick, now, now - ticked_at))
-            ticked_at = now
+    def tick(self, now: float, gap_s: float) -> None:
+        """Looks after each part, and publishes a heartbeat if one is due."""
+        if not self.announcer.is_muted:
+            self._look_after("streams", self.streams.tick)
+            self._look_after("guardians", partial(self._guardians.tick, now))
+        self._look_after("kv exchange", partial(self.exchange.tick, now))
+        self._look_after("engine", partial(self.on_tick, now, gap_s))
+        self._look_after("heartbeat", partial(self.announcer.tick, now))
 
     def _look_after(self, part: str, tick: Callable[[], None]) -> None:
         """Calls `tick`. If that raises, the other parts still run, and this one runs again at the next tick; only the
@@ -194,29 +184,15 @@ class Frontend:
                 self._tick_failed_at[part] = now
                 self._log.error("task_failed", task=f"tick of {part}", exc_info=error)
 
-    def _may_publish(self) -> bool:
-        """Guards every write. While muted, writes are safe: what the old epoch buffered went with its connection."""
-        return self.announcer.is_muted or self._check_fence()
-
-    def _check_fence(self) -> bool:
-        self._fence.ping_answered(self._bus.confirmed_at)
-        if not self.announcer.is_muted and not self._fence.check(lease_time()):
-            self._log.error("self_fenced", worker_id=self.announcer.worker_id, streams=repr(self.streams))
-            self._fence_off()
-        return not self.announcer.is_muted
-
-    def _fence_off(self) -> None:
-        """Abandons every stream without a terminal and starts a new epoch, to be announced on a new connection."""
-        self.announcer.start_epoch()
+    def epoch_ended(self, next_epoch: str) -> None:
+        """Abandons every stream without a terminal, and publishes nothing until `reconnected`."""
+        self.announcer.start_epoch(next_epoch)
         self.streams.abandon_all()
-        self._bus.abort()
 
-    def _reconnected(self) -> None:
-        if self._replaced_by.done():
-            return  # announcing a new epoch would replace the very frontend that has replaced this one
+    def reconnected(self) -> None:
+        """Announces the worker again, after a fence under its new epoch."""
         self.streams.reconnected()
         if self.announcer.is_muted:
-            self._fence.reset(lease_time())
             self.announcer.announce_epoch()
         else:
             self.announcer.publish_card()

@@ -1,4 +1,4 @@
-"""One replica of a model: a worker on the wire, with its own connections, frontend, supervised engine, and health."""
+"""One replica of a model: a worker on the wire, with its own frontend, supervised engine, and health."""
 
 import asyncio
 import contextlib
@@ -14,11 +14,11 @@ import structlog
 
 from tokenbus.protocol import tasks
 from tokenbus.protocol.bus import connection as nats
-from tokenbus.protocol.process import signals
 from tokenbus.protocol.process.memory import resident_bytes
 from tokenbus.protocol.telemetry import tracing
 from tokenbus.protocol.wire import messages, subjects
 from tokenbus.worker.adapters.adapters import AdapterFolder
+from tokenbus.worker.broker.lifeline import Lifeline
 from tokenbus.worker.broker.replica_state import ReplicaEvent, ReplicaState
 from tokenbus.worker.contract import contract
 from tokenbus.worker.contract.contract import MemoryPlan, RecoveredCopies
@@ -82,6 +82,7 @@ class Replica(EngineListener):
     def __init__(
         self,
         settings: WorkerSettings,
+        line: Lifeline,
         model: ModelToServe,
         worker_id: str,
         engine: EngineSettings,
@@ -112,13 +113,11 @@ class Replica(EngineListener):
         """The configuration of the last engine since the model was loaded."""
         self._logged_at = time.monotonic()
         self._log = structlog.get_logger()
-        self._bus = nats.Connection(settings.broker, f"worker {worker_id}")
-        self._incoming = nats.Connection(settings.broker, f"worker {worker_id} incoming")
         names = subjects.Subjects(settings.prefix)
-        runner.lose_events(self._bus, names.events(self.served_name, worker_id), engine)
         self.frontend = Frontend(
-            self._bus, names, self.served_name, worker_id, settings.frontend, self._metrics, tracer, on_load, on_want
+            line, names, self.served_name, worker_id, settings.frontend, self._metrics, tracer, on_load, on_want
         )
+        runner.lose_events(self.frontend.bus, names.events(self.served_name, worker_id), engine)
         self.frontend.on_tick = self._tick
         self.frontend.adapters.want(model.adapters)
         self._supervisor = self._make_supervisor()
@@ -133,25 +132,18 @@ class Replica(EngineListener):
         self._supervisor.engine.capacity.max_waiting = settings.max_waiting
 
     async def run(self) -> None:
-        """Serves until `frontend.drain` is requested. Raises ModelError if the model can't be served,
-        ReplacedError if another worker takes the name, and ConnectionError if there is no broker."""
+        """Serves until `frontend.drain` is requested. Raises ModelError if the model can't be served, and ReplacedError
+        if another worker takes the name."""
         structlog.contextvars.bind_contextvars(worker_id=self.worker_id)
-        requested = self.frontend.drain.requested
         async with contextlib.AsyncExitStack() as opened:
             opened.callback(os.close, self._memory_fd)
-            for bus in (self._bus, self._incoming):
-                try:
-                    await signals.unless_stopped(requested, bus.open())
-                except signals.StoppedError:
-                    return
-                opened.push_async_callback(bus.close)
             opened.callback(self._metrics.forget)
-            # asked to leave while connecting: its card was never published
-            if requested.is_set():
+            # asked to leave before its card was published
+            if self.frontend.drain.requested.is_set():
                 return
             opened.push_async_callback(self.frontend.close)
             connect = partial(nats.connect, self._settings.broker, f"worker {self.worker_id} kv")
-            await self.frontend.open(self._incoming, connect)
+            await self.frontend.open(connect)
             await self._serve()
 
     @property
@@ -274,7 +266,7 @@ class Replica(EngineListener):
 
     async def _serve(self) -> None:
         frontend = self.frontend
-        lives = [self._run_engines(), frontend.run(), self._bus.wait_closed(), self._incoming.wait_closed()]
+        lives = [self._run_engines(), frontend.wait_replaced()]
         if self._model.adapter_folder:
             path, tenants = split_tenants(self._model.adapter_folder)
             lives.append(AdapterFolder(Path(path), tenants, frontend.adapters).run())

@@ -9,7 +9,7 @@ from tests.support.engines import thread_engine
 from tests.support.recording_bus import RecordingBus
 from tokenbus.protocol.bus.bus import Outgoing
 from tokenbus.protocol.wire import codec, internal, limits, messages, subjects
-from tokenbus.worker.broker.announcer import Announcer
+from tokenbus.worker.broker.announcer import Announcer, new_epoch
 from tokenbus.worker.broker.event_log import NO_ENDS
 from tokenbus.worker.broker.replica_state import ReplicaEvent, Serving
 from tokenbus.worker.contract import contract
@@ -45,7 +45,7 @@ class Harness:
 
     def fence(self) -> messages.PreviousEpoch:
         """Ends the epoch, and returns what the next one says of it."""
-        self.announcer.start_epoch()
+        self.announcer.start_epoch(new_epoch())
         self.announcer.announce_epoch()
         previous = self.card().previous
         assert previous is not None
@@ -197,7 +197,7 @@ def test_a_new_epoch_knows_nothing_of_what_was_taken_before() -> None:
     harness.announcer.log.guardians[3] = "r1"
     harness.publish()
     harness.bus.is_busy = False
-    harness.announcer.start_epoch()
+    harness.announcer.start_epoch(new_epoch())
     harness.announcer.announce_epoch()
     (events,) = harness.published()
     assert (events.taken, events.guardians) == ([], {})
@@ -228,7 +228,7 @@ def test_a_new_epoch_starts_at_number_zero_and_stores_every_cached_block() -> No
     harness = Harness()
     harness.announcer.blocks_changed([], chain(10, 12))
     harness.publish()
-    harness.announcer.start_epoch()
+    harness.announcer.start_epoch(new_epoch())
     harness.announcer.blocks_changed([12], chain(20, 20))
     assert harness.publish() == []
     harness.announcer.announce_epoch()
@@ -238,7 +238,7 @@ def test_a_new_epoch_starts_at_number_zero_and_stores_every_cached_block() -> No
 
 def test_between_two_epochs_no_step_is_published() -> None:
     harness = Harness()
-    harness.announcer.start_epoch()
+    harness.announcer.start_epoch(new_epoch())
     assert not harness.announcer.publish_step([], [Outgoing("_INBOX.a", b"chunk")], NO_ENDS)
     assert harness.bus.take() == []
 
@@ -277,7 +277,7 @@ def test_a_card_names_the_last_sixteen_epochs_that_its_process_has_ended() -> No
     ended: list[str] = []
     for _ in range(18):
         ended.insert(0, harness.announcer.epoch)
-        harness.announcer.start_epoch()
+        harness.announcer.start_epoch(new_epoch())
         harness.announcer.announce_epoch()
         card = harness.card()
         assert card.previous is not None

@@ -115,7 +115,7 @@ class OutboxHistory(RuleBasedStateMachine):
 
     @rule()
     def fence(self) -> None:
-        self.sender.announcer.start_epoch()
+        self.sender.announcer.start_epoch("2-b")
         for one in self.live:
             self.sender.outbox.remove(one.stream)
         self.live = []

@@ -15,6 +15,7 @@ from tokenbus.protocol.bus.bus import Bus
 from tokenbus.protocol.telemetry import tracing
 from tokenbus.protocol.wire import codec, internal, limits, messages, subjects
 from tokenbus.worker.broker.announcer import Announcer
+from tokenbus.worker.broker.lifeline import Lifeline
 from tokenbus.worker.broker.replica_state import ReplicaEvent
 from tokenbus.worker.contract import contract
 from tokenbus.worker.engine_client.listener import EngineListener
@@ -40,12 +41,13 @@ class Worker(EngineListener):
         self.bus, self.incoming = await self._connect(), await self._connect()
         metrics = ReplicaMetrics(WorkerMetrics(), "demo", self.name)
         settings = FrontendSettings(debug=True)
-        self.frontend = Frontend(self.bus, NAMES, "demo", self.name, settings, metrics, tracing.NoopTracer())
-        await self.frontend.open(self.incoming, self._connect)
+        line = Lifeline(self.bus, self.incoming)
+        self.frontend = Frontend(line, NAMES, "demo", self.name, settings, metrics, tracing.NoopTracer())
+        await self.frontend.open(self._connect)
         self.engine = thread_engine(lambda _: ArithmeticRunner(exchanging(make_config())))
         self.engine.listener = self
         self.supervisor = EngineSupervisor(self.engine, self.name, step_timeout_s=30.0)
-        self._tasks = [asyncio.create_task(self.supervisor.run()), asyncio.create_task(self.frontend.run())]
+        self._tasks = [asyncio.create_task(self.supervisor.run()), asyncio.create_task(line.run())]
 
     async def stop(self) -> None:
         for task in self._tasks:

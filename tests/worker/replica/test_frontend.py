@@ -13,24 +13,26 @@ from tests.support.engines import thread_engine
 from tests.support.recording_bus import RecordingBus
 from tokenbus.protocol.telemetry import tracing
 from tokenbus.protocol.wire import subjects
+from tokenbus.worker.broker.lifeline import Lifeline
 from tokenbus.worker.replica.frontend import Frontend
 from tokenbus.worker.settings.settings import FrontendSettings
 from tokenbus.worker.telemetry.metrics import ReplicaMetrics, WorkerMetrics
 
 
 async def test_a_closed_connection_does_not_hide_why_a_frontend_ended() -> None:
-    line = RecordingBus()
+    bus = RecordingBus()
+    line = Lifeline(bus, bus)  # type: ignore[arg-type]
     metrics = ReplicaMetrics(WorkerMetrics(), "demo", "w1")
     names = subjects.Subjects()
-    frontend = Frontend(line, names, "demo", "w1", FrontendSettings(), metrics, tracing.NoopTracer())  # type: ignore[arg-type]
+    frontend = Frontend(line, names, "demo", "w1", FrontendSettings(), metrics, tracing.NoopTracer())
     frontend.engine_started(thread_engine(lambda _: ArithmeticRunner()), make_config())
-    line.take()
-    line.is_closed = True
+    bus.take()
+    bus.is_closed = True
     frontend.announce_stopped()
-    assert not line.batches
-    line.is_closed = False
+    assert not bus.batches
+    bus.is_closed = False
     frontend.announce_stopped()
-    assert line.take()[0].subject == names.card("demo", "w1")
+    assert bus.take()[0].subject == names.card("demo", "w1")
 
 
 @pytest.fixture

@@ -395,7 +395,7 @@ def test_the_question_to_a_guardian_of_many_streams_is_split_to_fit_messages(sta
         stage.run(name=name, max_tokens=60)
     asked = stage.listen()
     stage.frontend.bus.max_payload = limits.MESSAGE_RESERVE_BYTES + 2_000
-    stage.world.run(1.2)
+    stage.world.run(1.0)
     assert sorted(key for check in asked for key in check.request_ids) == [f"default:{name}" for name in names]
     assert max(len(codec.encode(check)) for check in asked) <= 2_000
 

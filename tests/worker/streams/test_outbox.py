@@ -383,7 +383,7 @@ async def test_nothing_is_replayed_while_chunks_wait() -> None:
     sender.put(one, output("a"))
     sender.flush()
     sender.put(one, output("b"))
-    sender.announcer.start_epoch()  # nothing can be published
+    sender.announcer.start_epoch("2-b")  # nothing can be published
     assert sender.replay(one) == []
 
 
