@@ -118,8 +118,8 @@ class TokenizeRequest(Message, frozen=True, kw_only=True, omit_defaults=True):
     chat_template_kwargs: dict[str, Any] | None = None
     """Variables for the chat template."""
     continue_final_message: bool | None = None
-    """As in a `generate` request. Routers of earlier versions ignore it: their replies lack `continues`. false if
-    absent."""
+    """Whether the prompt ends in the middle of the last message, like that of a `generate` request. Routers of earlier
+    versions ignore it: their replies lack `continues`. false if absent."""
     add_special_tokens: bool | None = None
     """Whether BOS is prepended if the model's prompts begin with it. true if absent."""
     only_count: bool | None = None
