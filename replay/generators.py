@@ -1,4 +1,4 @@
-"""Generated workloads: shared system prompts, conversations, agents, paced sessions; Poisson arrivals or bursts.
+"""Generated workloads: shared system prompts, conversations, documents, agents, tools; Poisson arrivals or bursts.
 
 A workload is a trace drawn at random from a few settings, so that policies are not fitted to one recorded trace."""
 
@@ -6,6 +6,7 @@ import itertools
 import math
 import random
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,7 +41,8 @@ class WorkloadSettings(NamedTuple):
     think_s: float = 15.0
     """Mean time from one turn's arrival to the next."""
     fan_out: int = 4
-    """Requests that an agent sends at the same time."""
+    """Requests that an agent sends at the same time, or subagents that it starts; mean requests of a turn with
+    tools."""
 
 
 DEFAULTS = {
@@ -51,10 +53,27 @@ DEFAULTS = {
         shared_tokens=1_024, groups=1, requests=600, rate=0.5, prompt_tokens=128, output_tokens=64
     ),
     "unrelated": WorkloadSettings(shared_tokens=0, prompt_tokens=1_024, output_tokens=256),
+    "subagents": WorkloadSettings(
+        shared_tokens=6_144, groups=8, rate=6.0, prompt_tokens=768, output_tokens=96, turns=4, think_s=8.0, fan_out=5
+    ),
+    "documents": WorkloadSettings(
+        shared_tokens=16_384, groups=256, rate=3.0, prompt_tokens=64, output_tokens=192, turns=4, think_s=20.0
+    ),
+    "tools": WorkloadSettings(
+        shared_tokens=3_072, groups=8, rate=6.0, prompt_tokens=384, output_tokens=96, turns=5, think_s=20.0, fan_out=3
+    ),
 }
 """`shared`: one-off requests with common system prompts. `conversations`: each turn's prompt contains all turns before
 it. `agents`: conversations whose turns are several requests at once. `paced`: conversations whose turns arrive at even
-intervals. `unrelated`: prompts that have nothing in common."""
+intervals. `unrelated`: prompts that have nothing in common. `subagents`: agents that start several others in each turn,
+which have a beginning and a task of their own and take steps one by one. `documents`: questions about documents of very
+different lengths, of which a few are popular; each question contains the reader's earlier ones. `tools`: conversations
+whose turns are several requests, each with the result of a tool that the one before called."""
+
+_TOOL_S = 2.0
+"""Mean time from a request that calls a tool to the next, which has the result."""
+_SUBAGENT_STEPS = 3
+"""Mean requests of a subagent."""
 
 
 def load(text: str, seed: int) -> list[TracedRequest]:
@@ -103,11 +122,11 @@ def _number(key: str, value: str) -> float:
 class _Ids:
     """Hands out new block ids, and draws from the beginnings that groups of prompts share."""
 
-    def __init__(self, workload: WorkloadSettings, rng: random.Random) -> None:
+    def __init__(self, workload: WorkloadSettings, rng: random.Random, *, of_one_length: bool = True) -> None:
         self._count = itertools.count()
         self._rng = rng
-        blocks = _blocks(workload.shared_tokens)
-        self._shared = [self.new(blocks * BLOCK_TOKENS) for _ in range(workload.groups)]
+        tokens = workload.shared_tokens
+        self._shared = [self.new(tokens if of_one_length else _length(tokens, rng)) for _ in range(workload.groups)]
         self._weights = [1 / (1 + place) for place in range(workload.groups)]
 
     def new(self, tokens: int) -> tuple[int, ...]:
@@ -151,30 +170,98 @@ def _shared(workload: WorkloadSettings, rng: random.Random) -> Iterator[TracedRe
         yield _request(at_s, whole, len(beginning) * BLOCK_TOKENS + own, workload, rng)
 
 
-def _turns(workload: WorkloadSettings, rng: random.Random, *, at_once: int = 1) -> Iterator[TracedRequest]:
-    """Yields the turns of conversations that overlap in time. Each turn's prompt continues that of the previous
-    turn."""
-    ids = _Ids(workload, rng)
-    sessions = workload.rate / (workload.turns * at_once)
+_Session = Callable[[float, _Ids, WorkloadSettings, random.Random], Iterator[TracedRequest]]
+"""Yields the requests of one session, given when it begins."""
+
+
+def _sessions(
+    workload: WorkloadSettings, rng: random.Random, ids: _Ids, session: _Session, mean_requests: int
+) -> Iterator[TracedRequest]:
+    """Yields the requests of sessions that overlap in time, each of which has `mean_requests` on average."""
     made: list[TracedRequest] = []
-    for began_at in _arrivals(sessions, workload.burst, rng):
-        made.extend(_session(began_at, ids, workload, rng, at_once))
+    for began_at in _arrivals(workload.rate / mean_requests, workload.burst, rng):
+        made.extend(session(began_at, ids, workload, rng))
         if len(made) >= workload.requests:
             break
     yield from sorted(made, key=lambda request: request.at_s)
 
 
+def _turns(workload: WorkloadSettings, rng: random.Random, *, at_once: int = 1) -> Iterator[TracedRequest]:
+    """Yields the turns of conversations. Each turn's prompt continues that of the previous turn."""
+    session = partial(_session, at_once=at_once)
+    yield from _sessions(workload, rng, _Ids(workload, rng), session, workload.turns * at_once)
+
+
+def _documents(workload: WorkloadSettings, rng: random.Random) -> Iterator[TracedRequest]:
+    yield from _sessions(workload, rng, _Ids(workload, rng, of_one_length=False), _session, workload.turns)
+
+
+def _tools(workload: WorkloadSettings, rng: random.Random) -> Iterator[TracedRequest]:
+    yield from _sessions(workload, rng, _Ids(workload, rng), _tool_session, workload.turns * workload.fan_out)
+
+
+def _subagents(workload: WorkloadSettings, rng: random.Random) -> Iterator[TracedRequest]:
+    mean_requests = workload.turns * (1 + workload.fan_out * _SUBAGENT_STEPS)
+    yield from _sessions(workload, rng, _Ids(workload, rng), _delegating_session, mean_requests)
+
+
 def _session(
-    began_at: float, ids: _Ids, workload: WorkloadSettings, rng: random.Random, at_once: int
+    began_at: float, ids: _Ids, workload: WorkloadSettings, rng: random.Random, at_once: int = 1
 ) -> Iterator[TracedRequest]:
     history, now = ids.shared(), began_at
-    for _ in range(max(1, round(rng.expovariate(1 / workload.turns)))):
+    for _ in range(_count(workload.turns, rng)):
         history += ids.new(_length(workload.prompt_tokens, rng))
         for _ in range(at_once):
             own = _length(workload.prompt_tokens // 4 + 1, rng) if at_once > 1 else 0
             yield _request(now, history + ids.new(own), len(history) * BLOCK_TOKENS + own, workload, rng)
         history += ids.new(workload.output_tokens * at_once)
         now += rng.expovariate(1 / workload.think_s) if workload.think_s else 0.0
+
+
+def _tool_session(
+    began_at: float, ids: _Ids, workload: WorkloadSettings, rng: random.Random
+) -> Iterator[TracedRequest]:
+    history, now = ids.shared(), began_at
+    for _ in range(_count(workload.turns, rng)):
+        for at, prompt in _steps(now, history, _count(workload.fan_out, rng), ids, workload, rng):
+            history, now = prompt, at
+            yield _request(now, history, len(history) * BLOCK_TOKENS, workload, rng)
+        history += ids.new(workload.output_tokens)
+        now += rng.expovariate(1 / workload.think_s) if workload.think_s else 0.0
+
+
+def _delegating_session(
+    began_at: float, ids: _Ids, workload: WorkloadSettings, rng: random.Random
+) -> Iterator[TracedRequest]:
+    history, beginning, now = ids.shared(), ids.shared(), began_at
+    for _ in range(_count(workload.turns, rng)):
+        history += ids.new(_length(workload.prompt_tokens, rng))
+        yield _request(now, history, len(history) * BLOCK_TOKENS, workload, rng)
+        history += ids.new(workload.output_tokens)
+        task, started_at = beginning + ids.new(workload.prompt_tokens), now + rng.expovariate(1 / _TOOL_S)
+        for _ in range(workload.fan_out):
+            for at, prompt in _steps(started_at, task, _count(_SUBAGENT_STEPS, rng), ids, workload, rng):
+                now = max(now, at)
+                yield _request(at, prompt, len(prompt) * BLOCK_TOKENS, workload, rng)
+            history += ids.new(workload.output_tokens)
+        now += rng.expovariate(1 / workload.think_s) if workload.think_s else 0.0
+
+
+def _steps(
+    now: float, history: tuple[int, ...], count: int, ids: _Ids, workload: WorkloadSettings, rng: random.Random
+) -> Iterator[tuple[float, tuple[int, ...]]]:
+    """Yields the times and prompts of requests that follow each other, each with what the last one's tool returned."""
+    for number in range(count):
+        if number:
+            history += ids.new(workload.output_tokens)
+            now += rng.expovariate(1 / _TOOL_S)
+        history += ids.new(_length(workload.prompt_tokens, rng))
+        yield now, history
+
+
+def _count(mean: int, rng: random.Random) -> int:
+    """Draws a number of turns or steps: often 1, rarely many."""
+    return max(1, round(rng.expovariate(1 / mean)))
 
 
 def _paced(workload: WorkloadSettings, rng: random.Random) -> Iterator[TracedRequest]:
@@ -194,4 +281,7 @@ _MAKERS: dict[str, Callable[[WorkloadSettings, random.Random], Iterator[TracedRe
     "agents": lambda workload, rng: _turns(workload, rng, at_once=workload.fan_out),
     "paced": _paced,
     "unrelated": _shared,
+    "subagents": _subagents,
+    "documents": _documents,
+    "tools": _tools,
 }

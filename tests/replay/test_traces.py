@@ -1,7 +1,9 @@
 """Traces are read and workloads generated as documented, and invalid ones are refused with a reason."""
 
 import gzip
+import itertools
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -73,11 +75,12 @@ def test_a_workload_is_the_same_for_the_same_seed_and_in_order(name: str) -> Non
     assert all(len(one.hash_ids) == -(-one.prompt_tokens // 16) for one in made)
 
 
-@pytest.mark.parametrize("name", ["shared", "conversations", "agents", "unrelated"])
+@pytest.mark.parametrize("name", ["shared", "conversations", "agents", "unrelated", "subagents", "documents", "tools"])
 def test_requests_arrive_at_the_workloads_rate(name: str) -> None:
-    workload = generators.DEFAULTS[name]._replace(requests=4_000, rate=20.0, think_s=1.0)
+    workload = generators.DEFAULTS[name]._replace(requests=8_000, rate=20.0, think_s=1.0)
     made = generators.generate(name, workload, 3)
-    assert 4_000 / made[-1].at_s == pytest.approx(20.0, rel=0.25)
+    middle = made[6_000].at_s - made[2_000].at_s  # sessions must begin before there is a rate, and end
+    assert 4_000 / middle == pytest.approx(20.0, rel=0.25)
 
 
 def test_bursts_have_the_same_rate_but_arrive_together() -> None:
@@ -91,6 +94,26 @@ def test_each_turn_of_a_conversation_continues_the_last() -> None:
     made = generators.generate("paced", generators.DEFAULTS["paced"], 0)
     assert made[16].hash_ids[: len(made[0].hash_ids)] == made[0].hash_ids
     assert made[16].at_s - made[15].at_s == 2.0
+
+
+def test_each_step_of_a_turn_with_tools_continues_the_last() -> None:
+    made = generators.generate("tools", generators.parse("tools:requests=4,rate=0.001,fan_out=50")[1], 0)
+    assert all(one.hash_ids == later.hash_ids[: len(one.hash_ids)] for one, later in itertools.pairwise(made))
+
+
+def test_subagents_share_a_beginning_and_a_task_that_their_agent_has_not() -> None:
+    text = "subagents:requests=4,rate=0.001,fan_out=3,groups=64,shared_tokens=1600,prompt_tokens=1600"
+    agent, *others = generators.generate("subagents", generators.parse(text)[1], 0)
+    assert len({one.hash_ids[:200] for one in others}) == 1
+    assert len({one.hash_ids for one in others}) == 3
+    assert not set(agent.hash_ids) & set(others[0].hash_ids)
+
+
+def test_documents_differ_in_length_and_the_first_is_read_most() -> None:
+    made = generators.generate("documents", generators.parse("documents:turns=1,groups=20")[1], 0)
+    readers = Counter(one.hash_ids[0] for one in made)
+    assert readers.most_common(1)[0][0] == 0
+    assert len({one.prompt_tokens // 4_096 for one in made}) > 5
 
 
 @pytest.mark.parametrize(
