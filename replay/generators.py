@@ -81,7 +81,8 @@ def load(text: str, seed: int) -> list[TracedRequest]:
 
     Raises TraceError, WorkloadError and OSError."""
     path = Path(text)
-    return traces.read(path) if path.exists() else generate(*parse(text), seed)
+    is_file = path.exists() and not path.is_dir()  # a folder may have the name of a workload
+    return traces.read(path) if is_file else generate(*parse(text), seed)
 
 
 def parse(text: str) -> tuple[str, WorkloadSettings]:

@@ -9,7 +9,7 @@ from tokenbus.replay import generators, traces
 from tokenbus.replay.results import PolicyResult, summarize
 from tokenbus.replay.settings import ReplaySettings
 from tokenbus.replay.simulation import Simulation
-from tokenbus.router.placement.policies import make_policies
+from tokenbus.router.placement.policies import Policy, make_policies
 
 
 def load_requests(settings: ReplaySettings) -> list[traces.TracedRequest]:
@@ -23,13 +23,14 @@ def load_requests(settings: ReplaySettings) -> list[traces.TracedRequest]:
     return found
 
 
-def play(settings: ReplaySettings, policy: str) -> PolicyResult:
-    """Replays the whole trace under one policy."""
-    simulation = Simulation(settings, make_policies()[policy])
+def play(settings: ReplaySettings, policy: str | Policy) -> PolicyResult:
+    """Replays the whole trace under one policy, given by name unless it is none of those that a router has."""
+    chosen = make_policies()[policy] if isinstance(policy, str) else policy
+    simulation = Simulation(settings, chosen)
     steps = simulation.play(load_requests(settings))
     simulation.check_integrity()
     fetched, computed = simulation.num_fetched_tokens, simulation.num_remote_prefill_tokens
-    return summarize(policy, simulation.outcomes, steps, settings.workers, fetched, computed)
+    return summarize(chosen.name, simulation.outcomes, steps, settings.workers, fetched, computed)
 
 
 def play_all(

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
 
 from tokenbus.protocol.wire import subjects
 
@@ -41,16 +42,11 @@ class TracedRequest(NamedTuple):
         """Returns the prompt's token ids, all below `vocabulary`.
 
         Each block starts with its id, written in two tokens, and is padded with ones."""
-        ids = array("I")
-        for hash_id in self.hash_ids:
-            low, high = hash_id % (vocabulary - 1), hash_id // (vocabulary - 1)
-            ids.extend((1 + low, 1 + high % (vocabulary - 1)))
-            ids.extend(_FILLING[: self.block_tokens - 2])
-        del ids[self.prompt_tokens :]
-        return ids
-
-
-_FILLING = array("I", [1]) * (1 << 16)
+        ids = np.ones((len(self.hash_ids), self.block_tokens), np.uint32)
+        high, low = np.divmod(np.array(self.hash_ids, np.int64), vocabulary - 1)
+        ids[:, 0] += low.astype(np.uint32)
+        ids[:, 1] += (high % (vocabulary - 1)).astype(np.uint32)
+        return array("I", ids.tobytes()[: 4 * self.prompt_tokens])
 
 
 class _Line(msgspec.Struct, frozen=True):
