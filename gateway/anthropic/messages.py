@@ -132,7 +132,7 @@ def read_count(asked: CountTokensRequest, head: RequestHead) -> ParsedCall[wire.
     request, name_of = _to_wire(asked, head)
     return ParsedCall(
         model=head.model,
-        request=conversation.counting(request),
+        request=conversation.prompt_of(request, only_count=True),
         send=WireClient.tokenize,
         encode=lambda reply: msgspec.json.encode(schemas.MessageTokensCount(input_tokens=reply.count or 0)),
         name_of=name_of,

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 from msgspec import UNSET
 
@@ -89,11 +90,16 @@ def read(chat: ChatRequest, head: RequestHead) -> ParsedGeneration:
         model=head.model,
         requests=(request,),
         encoder=functools.partial(
-            ChunkEncoder, n=chat.num_answers, form=chat.stream_form, prompt_logprobs=chat.prompt_logprobs
+            ChunkEncoder,
+            n=chat.num_answers,
+            form=chat.stream_form,
+            prompt_logprobs=chat.prompt_logprobs,
+            names_by_id=bool(chat.return_tokens_as_token_ids),
         ),
         stream=bool(chat.stream),
         n=chat.num_answers,
         counts_tokens=chat.stream_form.continuous_usage,
+        shows_prompts=bool(chat.return_token_ids),
         name_of=name_of,
     )
 
@@ -159,17 +165,31 @@ class ChunkEncoder(ChoicesEncoder):
     response_type = schemas.ChatCompletion
 
     def __init__(
-        self, head: ResponseHead, *, n: int = 1, form: StreamForm = PLAIN, prompt_logprobs: int | None = None
+        self,
+        head: ResponseHead,
+        *,
+        n: int = 1,
+        form: StreamForm = PLAIN,
+        prompt_logprobs: int | None = None,
+        names_by_id: bool = False,
     ) -> None:
-        """`prompt_logprobs` is how many of the likeliest tokens a whole response has for each one of the prompt."""
+        """`prompt_logprobs` is how many of the likeliest tokens a whole response has for each one of the prompt.
+        `names_by_id`: log probabilities name tokens by their ids."""
         super().__init__(head, n=n, form=form)
         self._num_prompt_logprobs = prompt_logprobs
+        self._names_by_id = names_by_id
+        self._opening: dict[str, Any] = {}
+        """Fields of the first event, or of the whole response."""
+
+    def show_prompts(self, token_ids: Sequence[Sequence[int]]) -> None:
+        """Takes the token ids of the prompt."""
+        self._opening = {"prompt_token_ids": token_ids[0]}
 
     def encode(self, choice: int, events: Sequence[AnswerEvent]) -> list[bytes]:
         """Returns the events of one chunk of an answer."""
         deltas: list[schemas.ChunkChoice] = []
         progress: list[bytes] = []
-        logprobs: schemas.ChoiceLogprobs | None = None
+        sampled = TokensSampled([], [])
         for event in events:
             match event:
                 case PromptComputed() | TokensCounted():
@@ -177,7 +197,7 @@ class ChunkEncoder(ChoicesEncoder):
                     if isinstance(event, PromptComputed):
                         progress = self._progress(_choice(choice, schemas.ChoiceDelta()), event)
                 case TokensSampled():
-                    logprobs = _logprobs_of(event.logprobs)
+                    sampled = event
                 case PartStarted(part) if part.kind is PartKind.TOOL_CALL:
                     deltas.append(_choice(choice, schemas.ChoiceDelta(tool_calls=[_call_start(part)])))
                 case PartGrew(part, added):
@@ -192,25 +212,56 @@ class ChunkEncoder(ChoicesEncoder):
                         self._usages[choice] = event.usage
                 case _:
                     pass
-        if logprobs is not None:
+        if sampled.logprobs or sampled.token_ids:
             first = deltas[0] if deltas and deltas[0].finish_reason is None else None
-            with_logprobs = schemas.ChunkChoice(
-                index=choice, delta=first.delta if first else schemas.ChoiceDelta(), logprobs=logprobs
+            with_tokens = schemas.ChunkChoice(
+                index=choice,
+                delta=first.delta if first else schemas.ChoiceDelta(),
+                logprobs=self._logprobs_of(sampled.logprobs),
+                token_ids=sampled.token_ids or UNSET,
             )
-            deltas[: 1 if first else 0] = [with_logprobs]
+            deltas[: 1 if first else 0] = [with_tokens]
         if deltas and choice not in self._started:
             self._started.add(choice)
             # OpenAI's first chunk has the role but no text.
             deltas.insert(0, _choice(choice, schemas.ChoiceDelta(role="assistant", content="")))
-        return progress + [self._event([one]) for one in deltas]
+        encoded = []
+        for one in deltas:
+            encoded.append(self._event([one], **self._opening))
+            self._opening = {}
+        return progress + encoded
 
     def whole(self, answers: Sequence[AnswerEventReader]) -> bytes:
         """Returns the JSON body of a chat completion."""
-        choices = [_whole_choice(number, answer) for number, answer in enumerate(answers)]
+        choices = [self._whole_choice(number, answer) for number, answer in enumerate(answers)]
         if self._num_prompt_logprobs is None:
-            return self._response(choices, answers)
+            return self._response(choices, answers, **self._opening)
         scored = encode_prompt_logprobs(answers[0].prompt_logprobs, self._num_prompt_logprobs)
-        return self._response(choices, answers, prompt_logprobs=scored)
+        return self._response(choices, answers, prompt_logprobs=scored, **self._opening)
+
+    def _whole_choice(self, number: int, answer: AnswerEventReader) -> schemas.Choice:
+        assert answer.end is not None, answer
+        text, reasoning = (
+            "".join(part.text for part in answer.parts if part.kind is kind)
+            for kind in (PartKind.TEXT, PartKind.REASONING)
+        )
+        calls = [_whole_call(part) for part in answer.parts if part.kind is PartKind.TOOL_CALL]
+        said = schemas.ChatCompletionMessage(
+            content=text or None if calls else text,
+            reasoning_content=reasoning or UNSET,
+            reasoning=reasoning or UNSET,
+            tool_calls=calls or UNSET,
+        )
+        return schemas.Choice(
+            index=number,
+            message=said,
+            logprobs=self._logprobs_of(answer.logprobs),
+            finish_reason=answer.end.finish_reason,
+            token_ids=answer.token_ids or UNSET,
+        )
+
+    def _logprobs_of(self, tokens: list[wire.TokenLogprob]) -> schemas.ChoiceLogprobs | None:
+        return schemas.ChoiceLogprobs(content=encode_logprobs(tokens, by_id=self._names_by_id)) if tokens else None
 
 
 ENDPOINT = ApiEndpoint(
@@ -229,27 +280,6 @@ ENDPOINT = ApiEndpoint(
         "safety_identifier": "a name for abuse reports",
     },
 )
-
-
-def _logprobs_of(tokens: list[wire.TokenLogprob]) -> schemas.ChoiceLogprobs | None:
-    return schemas.ChoiceLogprobs(content=encode_logprobs(tokens)) if tokens else None
-
-
-def _whole_choice(number: int, answer: AnswerEventReader) -> schemas.Choice:
-    assert answer.end is not None, answer
-    text, reasoning = (
-        "".join(part.text for part in answer.parts if part.kind is kind) for kind in (PartKind.TEXT, PartKind.REASONING)
-    )
-    calls = [_whole_call(part) for part in answer.parts if part.kind is PartKind.TOOL_CALL]
-    said = schemas.ChatCompletionMessage(
-        content=text or None if calls else text,
-        reasoning_content=reasoning or UNSET,
-        reasoning=reasoning or UNSET,
-        tool_calls=calls or UNSET,
-    )
-    return schemas.Choice(
-        index=number, message=said, logprobs=_logprobs_of(answer.logprobs), finish_reason=answer.end.finish_reason
-    )
 
 
 def _choice(choice: int, delta: schemas.ChoiceDelta) -> schemas.ChunkChoice:

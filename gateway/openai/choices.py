@@ -21,6 +21,7 @@ from tokenbus.protocol.wire import messages
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": still here\n\n"
 """A comment, which event stream clients skip."""
+AnyToken = messages.TokenLogprob | messages.PromptLogprob | messages.TokenAlternative
 _encoder = msgspec.json.Encoder()
 
 
@@ -88,11 +89,11 @@ class ChoicesEncoder:
         )
         return [b"data: %b\n\n" % self._encode(self.event_type, [empty], UNSET, prompt_progress=progress)]
 
-    def _event(self, choices: list[Any], usage: schemas.CompletionUsage | None = None) -> bytes:
+    def _event(self, choices: list[Any], usage: schemas.CompletionUsage | None = None, **more: Any) -> bytes:
         if self._form.continuous_usage and choices:
             usage = self._usage_so_far(choices[0].index)
         is_shown = self._form.include_usage or self._form.continuous_usage
-        return b"data: %b\n\n" % self._encode(self.event_type, choices, usage if is_shown else UNSET)
+        return b"data: %b\n\n" % self._encode(self.event_type, choices, usage if is_shown else UNSET, **more)
 
     def _usage_so_far(self, choice: int) -> schemas.CompletionUsage | None:
         prompt, count = self._prompts.get(choice), self._counts.get(choice, 0)
@@ -133,15 +134,23 @@ def encode_usage(usage: messages.Usage | None) -> schemas.CompletionUsage | None
     )
 
 
-def encode_logprobs(tokens: Sequence[messages.TokenLogprob]) -> list[schemas.ChatCompletionTokenLogprob]:
-    """Returns the log probabilities of tokens."""
+def token_name(token: AnyToken, *, by_id: bool = False) -> str:
+    """Returns the text of a token, or its id in vLLM's form."""
+    return f"token_id:{token.id}" if by_id else token.text
+
+
+def encode_logprobs(
+    tokens: Sequence[messages.TokenLogprob], *, by_id: bool = False
+) -> list[schemas.ChatCompletionTokenLogprob]:
+    """Returns the log probabilities of tokens, which are named by their texts or ids."""
     return [
         schemas.ChatCompletionTokenLogprob(
-            token=token.text,
+            token=token_name(token, by_id=by_id),
             logprob=token.logprob,
             bytes=token.bytes,
             top_logprobs=[
-                schemas.TopLogprob(token=one.text, logprob=one.logprob, bytes=one.bytes) for one in token.top
+                schemas.TopLogprob(token=token_name(one, by_id=by_id), logprob=one.logprob, bytes=one.bytes)
+                for one in token.top
             ],
         )
         for token in tokens

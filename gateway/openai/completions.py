@@ -10,7 +10,7 @@ from msgspec import UNSET, UnsetType
 
 from tokenbus.gateway.http import http_errors
 from tokenbus.gateway.openai import other_names, schemas
-from tokenbus.gateway.openai.choices import PLAIN, ChoicesEncoder, StreamForm, encode_prompt_logprobs
+from tokenbus.gateway.openai.choices import PLAIN, ChoicesEncoder, StreamForm, encode_prompt_logprobs, token_name
 from tokenbus.gateway.openai.sampling_fields import SamplingFields
 from tokenbus.gateway.serving.answer_events import (
     AnswerEnded,
@@ -75,7 +75,11 @@ class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: Logprobs | None = None
     finish_reason: str | None
     prompt_logprobs: schemas.PromptLogprobs | UnsetType = UNSET
-    """vLLM's, if requested."""
+    """vLLM's, if requested, like those below."""
+    token_ids: list[int] | UnsetType = UNSET
+    """Those of the tokens since the last event, or of the whole answer."""
+    prompt_token_ids: Sequence[int] | UnsetType = UNSET
+    """In the first event of an answer, or in a whole one."""
 
 
 class Echo(NamedTuple):
@@ -121,11 +125,17 @@ def read(asked: CompletionRequest, head: RequestHead) -> ParsedGeneration:
         model=head.model,
         requests=requests,
         encoder=functools.partial(
-            CompletionEncoder, n=n, echoes=echoes, form=asked.stream_form, prompt_logprobs=asked.prompt_logprobs
+            CompletionEncoder,
+            n=n,
+            echoes=echoes,
+            form=asked.stream_form,
+            prompt_logprobs=asked.prompt_logprobs,
+            names_by_id=bool(asked.return_tokens_as_token_ids),
         ),
         stream=bool(asked.stream),
         n=n,
         counts_tokens=asked.stream_form.continuous_usage,
+        shows_prompts=bool(asked.return_token_ids),
         name_of=http_errors.by_field(
             {"token_ids": "prompt"} | ({} if asked.prompt_logprobs is not None else {"prompt_logprobs": "echo"})
         ),
@@ -164,6 +174,8 @@ def _check(asked: CompletionRequest, num_prompts: int, n: int) -> None:
         raise errors.invalid_field("prompt", f"at most {MAX_ANSWERS} answers are allowed, got {num_prompts} times {n}")
     if asked.best_of not in (None, n):
         raise errors.unsupported_field("best_of", f"must equal n, which is {n}")
+    if asked.return_token_ids and asked.suffix:
+        raise errors.unsupported_field("return_token_ids", "the tokens of a prompt with a suffix are not known")
 
 
 def _to_wire(
@@ -199,20 +211,29 @@ class CompletionEncoder(ChoicesEncoder):
         echoes: Sequence[Echo],
         form: StreamForm = PLAIN,
         prompt_logprobs: int | None = None,
+        names_by_id: bool = False,
     ) -> None:
         """`echoes` has what to put before the answers to each prompt. A whole response has `prompt_logprobs` of the
-        likeliest tokens for each one of the prompt."""
+        likeliest tokens for each one of the prompt. `names_by_id`: log probabilities name tokens by their ids."""
         super().__init__(head, n=n, form=form)
         self._echoes = echoes
         self._num_prompt_logprobs = prompt_logprobs
+        self._names_by_id = names_by_id
+        self._prompt_ids: Sequence[Sequence[int]] = ()
+        """The token ids of the prompts, if these are shown."""
         self._offsets: dict[int, int] = {}
         """The number of characters in each answer's tokens so far."""
         self._decoders: dict[int, codecs.IncrementalDecoder] = {}
         """The decoders of prompts whose tokens are echoed."""
 
+    def show_prompts(self, token_ids: Sequence[Sequence[int]]) -> None:
+        """Takes the token ids of each prompt."""
+        self._prompt_ids = token_ids
+
     def encode(self, choice: int, events: Sequence[AnswerEvent]) -> list[bytes]:
         """Returns the events of one chunk of an answer."""
         text, logprobs, reason = "", None, None
+        token_ids: list[int] = []
         progress: list[bytes] = []
         echo = self._echoes[choice // self._n]
         for event in events:
@@ -227,7 +248,9 @@ class CompletionEncoder(ChoicesEncoder):
                     if echo.logprobs is not None:
                         logprobs = self._logprobs(choice, event.logprobs, echo.logprobs)
                 case TokensSampled():
-                    logprobs = self._logprobs(choice, event.logprobs)
+                    token_ids = event.token_ids
+                    if event.logprobs:
+                        logprobs = self._logprobs(choice, event.logprobs)
                 case PartGrew():
                     text += event.added
                 case AnswerEnded():
@@ -236,12 +259,20 @@ class CompletionEncoder(ChoicesEncoder):
                         self._usages[choice] = event.usage
                 case _:
                     pass
-        if not text and logprobs is None and reason is None:
+        if not (text or token_ids) and logprobs is None and reason is None:
             return progress
+        prompt: Sequence[int] | UnsetType = UNSET
         if choice not in self._started:
             self._started.add(choice)
-            text = echo.text + text
-        made = CompletionChoice(text=text, index=choice, logprobs=logprobs, finish_reason=reason)
+            text, prompt = echo.text + text, self._prompt(choice)
+        made = CompletionChoice(
+            text=text,
+            index=choice,
+            logprobs=logprobs,
+            finish_reason=reason,
+            token_ids=token_ids or UNSET,
+            prompt_token_ids=prompt,
+        )
         return [*progress, self._event([made])]
 
     def whole(self, answers: Sequence[AnswerEventReader]) -> bytes:
@@ -262,7 +293,12 @@ class CompletionEncoder(ChoicesEncoder):
             logprobs=logprobs,
             finish_reason=answer.end.finish_reason,
             prompt_logprobs=UNSET if asked is None else encode_prompt_logprobs(prompt, asked),
+            token_ids=answer.token_ids or UNSET,
+            prompt_token_ids=self._prompt(number),
         )
+
+    def _prompt(self, choice: int) -> Sequence[int] | UnsetType:
+        return self._prompt_ids[choice // self._n] if self._prompt_ids else UNSET
 
     def _echoed_text(self, choice: int, tokens: Sequence[wire.PromptLogprob]) -> str:
         """Returns the text of the next tokens of a prompt, in whole characters."""
@@ -273,8 +309,8 @@ class CompletionEncoder(ChoicesEncoder):
         self, choice: int, tokens: Sequence[wire.TokenLogprob | wire.PromptLogprob], num_top: int | None = None
     ) -> Logprobs:
         """Returns the log probabilities of the next tokens of a prompt, or of the answer to it."""
-        made = _logprobs_of(tokens, self._offsets.get(choice, 0), num_top)
-        self._offsets[choice] = self._offsets.get(choice, 0) + sum(map(len, made.tokens))
+        made = _logprobs_of(tokens, self._offsets.get(choice, 0), num_top, by_id=self._names_by_id)
+        self._offsets[choice] = self._offsets.get(choice, 0) + sum(len(token.text) for token in tokens)
         return made
 
 
@@ -299,21 +335,23 @@ _decoder = codecs.getincrementaldecoder("utf-8")
 
 
 def _logprobs_of(
-    tokens: Sequence[wire.TokenLogprob | wire.PromptLogprob], offset: int, num_top: int | None
+    tokens: Sequence[wire.TokenLogprob | wire.PromptLogprob], offset: int, num_top: int | None, *, by_id: bool
 ) -> Logprobs:
     """Returns the log probabilities of tokens, the first of which begins at `offset`, with at most `num_top` of the
-    likeliest ones for each."""
+    likeliest ones for each, named by their texts or ids."""
     offsets = []
     for token in tokens:
         offsets.append(offset)
         offset += len(token.text)
     return Logprobs(
-        tokens=[token.text for token in tokens],
+        tokens=[token_name(token, by_id=by_id) for token in tokens],
         token_logprobs=[token.logprob for token in tokens],
         # Several tokens may have the same text, such as one byte of a character each: the likeliest comes first and
         # counts.
         top_logprobs=[
-            None if token.logprob is None else {one.text: one.logprob for one in reversed(token.top[:num_top])}
+            None
+            if token.logprob is None
+            else {token_name(one, by_id=by_id): one.logprob for one in reversed(token.top[:num_top])}
             for token in tokens
         ],
         text_offset=offsets,

@@ -64,8 +64,6 @@ class OtherNames(CommonFields, frozen=True, kw_only=True):
     bad_words: Any = None
     stop_regex: Any = None
     logprob_token_ids: Any = None
-    return_token_ids: Any = None
-    return_tokens_as_token_ids: Any = None
     return_hidden_states: Any = None
     return_routed_experts: Any = None
     response_fields: Any = None
@@ -107,8 +105,6 @@ UNSERVED: dict[str, UnservedField] = {
     "bad_words": UnservedField("use logit_bias, or a regex or grammar without them", (None, [])),
     "stop_regex": UnservedField("use stop, or a regex for the whole answer", (None, [])),
     "logprob_token_ids": UnservedField("use top_logprobs"),
-    "return_token_ids": UnservedField("/tokenize has the ids of a text", (None, False)),
-    "return_tokens_as_token_ids": UnservedField("log probabilities have each token's text and bytes", (None, False)),
     "return_hidden_states": UnservedField("no states of the model are returned", (None, False)),
     "return_routed_experts": UnservedField("no states of the model are returned", (None, False)),
     "response_fields": UnservedField("responses have all fields", (None, [])),

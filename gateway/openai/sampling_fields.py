@@ -27,6 +27,10 @@ class SamplingFields(OtherNames, frozen=True, kw_only=True):
     n: int | None = None
     stream_options: StreamOptions | None = None
     response_format: wire.ResponseFormat | None = None
+    return_token_ids: bool | None = None
+    """vLLM's: the response has the ids of the tokens of the prompt and of the answer."""
+    return_tokens_as_token_ids: bool | None = None
+    """vLLM's: log probabilities name tokens by their ids, as `token_id:5`."""
     return_progress: bool | None = None
     """llama-server's: events tell how much of the prompt is computed."""
 
@@ -61,6 +65,7 @@ class SamplingFields(OtherNames, frozen=True, kw_only=True):
             "response_format": self.response_format,
             "cache_prompt": self.cache_prompt,
             "prompt_logprobs": self.prompt_logprobs,
+            "return_token_ids": self.return_token_ids or None,
             "return_progress": form.shows_progress or form.continuous_usage or None,
         }
         return WireFields(common.fields | own | others.fields, common.names | others.names)

@@ -1,5 +1,7 @@
 """The JSON objects of OpenAI's API, with its names, and null where its clients expect null."""
 
+from collections.abc import Sequence
+
 import msgspec
 from msgspec import UNSET, UnsetType
 
@@ -98,6 +100,8 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
     message: ChatCompletionMessage
     logprobs: ChoiceLogprobs | None
     finish_reason: str
+    token_ids: list[int] | UnsetType = UNSET
+    """vLLM's, if requested."""
 
 
 class PromptTokenLogprob(msgspec.Struct, frozen=True, kw_only=True):
@@ -124,7 +128,8 @@ class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
     choices: list[Choice]
     usage: CompletionUsage | None
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
-    """vLLM's, if requested."""
+    """vLLM's, if requested, like the next one."""
+    prompt_token_ids: Sequence[int] | UnsetType = UNSET
 
 
 class ChoiceDelta(msgspec.Struct, frozen=True, kw_only=True):
@@ -144,6 +149,8 @@ class ChunkChoice(msgspec.Struct, frozen=True, kw_only=True):
     delta: ChoiceDelta
     logprobs: ChoiceLogprobs | None = None
     finish_reason: str | None = None
+    token_ids: list[int] | UnsetType = UNSET
+    """vLLM's, if requested: those of the tokens since the last event."""
 
 
 class ChatCompletionChunk(msgspec.Struct, frozen=True, kw_only=True):
@@ -159,3 +166,5 @@ class ChatCompletionChunk(msgspec.Struct, frozen=True, kw_only=True):
     """Only if requested: null, until the numbers follow in a separate event at the end."""
     prompt_progress: ReportedProgress | UnsetType = UNSET
     """In events about the prompt's progress, if requested."""
+    prompt_token_ids: Sequence[int] | UnsetType = UNSET
+    """In the first event of an answer, if requested."""

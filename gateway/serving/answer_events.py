@@ -58,9 +58,10 @@ class TokensCounted(NamedTuple):
 
 
 class TokensSampled(NamedTuple):
-    """The log probabilities of new tokens, if requested."""
+    """The log probabilities of new tokens, or their ids, if requested."""
 
     logprobs: list[messages.TokenLogprob]
+    token_ids: list[int]
 
 
 class PromptScored(NamedTuple):
@@ -102,11 +103,13 @@ class AnswerEventReader:
     """Turns the chunks of one stream into events, and collects the parts."""
 
     def __init__(self, *, keeps_logprobs: bool = True, counts_tokens: bool = False) -> None:
-        """Log probabilities are kept only on request: a token's may take 10 KB, a thousand times its text."""
+        """Log probabilities and ids are kept only on request: a token's may take 10 KB, a thousand times its text."""
         self._keeps_logprobs = keeps_logprobs
         self._counts_tokens = counts_tokens
         self.parts: list[AnswerPart] = []
         self.logprobs: list[messages.TokenLogprob] = []
+        self.token_ids: list[int] = []
+        """The ids of all tokens, if requested."""
         self.prompt_logprobs: list[messages.PromptLogprob] = []
         self.end: AnswerEnded | None = None
         """None until the answer has ended successfully."""
@@ -129,11 +132,13 @@ class AnswerEventReader:
             if self._keeps_logprobs:
                 self.prompt_logprobs += chunk.prompt_logprobs
             events.append(PromptScored(chunk.prompt_logprobs))
-        if chunk.logprobs:
+        if chunk.logprobs or chunk.token_ids:
+            logprobs, token_ids = chunk.logprobs or [], chunk.token_ids or []
             if self._keeps_logprobs:
-                self.logprobs += chunk.logprobs
-                self._unplaced += chunk.logprobs
-            events.append(TokensSampled(chunk.logprobs))
+                self.logprobs += logprobs
+                self._unplaced += logprobs
+                self.token_ids += token_ids
+            events.append(TokensSampled(logprobs, token_ids))
         if chunk.reasoning:
             self._grow(events, PartKind.REASONING, chunk.reasoning)
         if chunk.text:

@@ -13,12 +13,14 @@ from tokenbus.client.wire.wire_client import WireClient
 from tokenbus.gateway.admission.concurrency_limit import ConcurrencyLimit
 from tokenbus.gateway.http import http_errors
 from tokenbus.gateway.http.response_writer import ResponseWriter
+from tokenbus.gateway.serving import conversation
 from tokenbus.gateway.serving.answer_events import AnswerEventReader
 from tokenbus.gateway.serving.dialect import (
     AnswerEncoder,
     ApiEndpoint,
     ParsedCall,
     ParsedGeneration,
+    PromptShowingEncoder,
     RecordingEncoder,
     ResponseHead,
 )
@@ -26,6 +28,7 @@ from tokenbus.gateway.serving.request_log import RequestLog
 from tokenbus.gateway.storage.records import TenantRecords
 from tokenbus.protocol import tasks
 from tokenbus.protocol.wire import errors
+from tokenbus.protocol.wire.messages import GenerateRequest
 
 STATUS_HOLD_S = 10.0
 """A streamed response starts with its first event, or after this time; until then an error can still set the status.
@@ -61,9 +64,12 @@ Recording = Callable[[Sequence[AnswerEventReader]], Awaitable[None]]
 async def generate(parsed: ParsedGeneration, endpoint: ApiEndpoint[Any], exchange: HttpExchange) -> None:
     """Has a model generate, and sends its answers. Raises ApiError if any of them fails before the response starts."""
     client, served_as, headers, limit, writer, log, records = exchange
+    prompts = await _prompts(parsed.requests, exchange) if parsed.shows_prompts else []
     answers = client.generate_choices(served_as, parsed.requests, parsed.n, headers=headers)
     num_choices = len(parsed.requests) * parsed.n
     encoder = parsed.encoder(ResponseHead(answers.request_id, int(time.time()), parsed.model, lambda: log.age_s))
+    if parsed.shows_prompts:
+        cast(PromptShowingEncoder, encoder).show_prompts(prompts)
     record = None
     if parsed.is_stored:
         record = functools.partial(_record, cast(RecordingEncoder, encoder), records)
@@ -83,6 +89,24 @@ async def generate(parsed: ParsedGeneration, endpoint: ApiEndpoint[Any], exchang
                 )
             else:
                 await send_whole(answers, num_choices, encoder, writer, log, record)
+
+
+async def _prompts(requests: Sequence[GenerateRequest], exchange: HttpExchange) -> list[Sequence[int]]:
+    """Returns the token ids of requests' prompts. Raises RequestError."""
+    open_call = OpenCall()
+    with exchange.limit.track(open_call):
+        return await open_call.run(_tokenize_all(requests, exchange))
+
+
+async def _tokenize_all(requests: Sequence[GenerateRequest], exchange: HttpExchange) -> list[Sequence[int]]:
+    found: list[Sequence[int]] = []
+    for one in requests:
+        if one.token_ids is not None:
+            found.append(one.token_ids)
+        else:
+            reply = await exchange.client.tokenize(exchange.served_as, conversation.prompt_of(one))
+            found.append(reply.token_ids or [])
+    return found
 
 
 async def _record(encoder: RecordingEncoder, records: TenantRecords, answers: Sequence[AnswerEventReader]) -> None:

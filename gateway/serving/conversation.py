@@ -33,16 +33,17 @@ def check_count(field: str, items: Sequence[object]) -> None:
         raise errors.invalid_field(field, f"must have at most {_MAX_ITEMS} items, got {len(items)}")
 
 
-def counting(request: messages.GenerateRequest) -> messages.TokenizeRequest:
-    """Returns a request for the number of tokens in a conversation's prompt."""
+def prompt_of(request: messages.GenerateRequest, *, only_count: bool = False) -> messages.TokenizeRequest:
+    """Returns a request for the tokens of a conversation's or a text's prompt, or for their number."""
     asked = request.reasoning or params.ReasoningOptions()
     return messages.TokenizeRequest(
         id=request.id,
+        prompt=request.prompt,
         messages=request.messages,
         tools=request.tools,
         chat_template_kwargs=reasoning.template_arguments(asked.effort, request.chat_template_kwargs, asked.max_tokens),
         continue_final_message=request.continue_final_message,
-        only_count=True,
+        only_count=only_count or None,
         timeout_ms=request.timeout_ms,
     )
 

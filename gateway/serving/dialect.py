@@ -79,6 +79,14 @@ class RecordingEncoder(AnswerEncoder, Protocol):
         ...
 
 
+class PromptShowingEncoder(AnswerEncoder, Protocol):
+    """Encodes answers together with the tokens of their prompts."""
+
+    def show_prompts(self, token_ids: Sequence[Sequence[int]]) -> None:
+        """Takes the token ids of each prompt. Called before anything is encoded."""
+        ...
+
+
 class _Parsed(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     name_of: NameOf = str
@@ -101,6 +109,8 @@ class ParsedGeneration(_Parsed, frozen=True, kw_only=True):
     """The number of answers to each prompt."""
     counts_tokens: bool = False
     """Whether the encoder needs the number of sampled tokens with each piece of a stream."""
+    shows_prompts: bool = False
+    """Whether the response has the tokens of the prompts: the encoder is a PromptShowingEncoder then."""
     is_stored: bool = False
     """Whether the answer is to be stored: the encoder is a RecordingEncoder then."""
 

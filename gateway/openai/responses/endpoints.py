@@ -29,6 +29,7 @@ from tokenbus.protocol.wire import errors
 from tokenbus.protocol.wire import messages as wire
 from tokenbus.protocol.wire.checks import validation
 
+_NOT_HERE = "only chat completions and completions have them"
 _LIMIT = "use max_output_tokens"
 _UNSERVED = conversation_fields.UNSERVED | {
     "conversation": UnservedField("there are no conversations: use previous_response_id, or send all of it as input"),
@@ -42,7 +43,9 @@ _UNSERVED = conversation_fields.UNSERVED | {
     "max_completion_tokens": UnservedField(_LIMIT),
     "n": UnservedField("there is one answer", (None, 1)),
     "logprobs": UnservedField("use top_logprobs", (None, False)),
-    "prompt_logprobs": UnservedField("only chat completions and completions have them"),
+    "prompt_logprobs": UnservedField(_NOT_HERE),
+    "return_token_ids": UnservedField(_NOT_HERE, (None, False)),
+    "return_tokens_as_token_ids": UnservedField(_NOT_HERE, (None, False)),
     "response_format": UnservedField("use text.format"),
     "continue_final_message": UnservedField("answers begin a new item", (None, False)),
     "add_generation_prompt": UnservedField("answers begin a new item", (None, True)),
@@ -151,7 +154,7 @@ def read_count(body: CountBody, head: RequestHead) -> ParsedCall[wire.TokenizeRe
     prepared = _prepared(body, head)
     return ParsedCall(
         model=head.model,
-        request=conversation.counting(prepared.request),
+        request=conversation.prompt_of(prepared.request, only_count=True),
         send=WireClient.tokenize,
         encode=lambda reply: msgspec.json.encode(InputTokens(input_tokens=reply.count or 0)),
         name_of=prepared.name_of,
