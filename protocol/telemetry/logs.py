@@ -135,7 +135,7 @@ def configure(process: str, settings: LogSettings = DEFAULTS) -> LevelFilter:
             tracebacks if form == "json" else structlog.processors.StackInfoRenderer(),
             renderer,
         ],
-        wrapper_class=structlog.make_filtering_bound_logger(logging.DEBUG),
+        wrapper_class=_logger_class(level),
         logger_factory=structlog.WriteLoggerFactory(file=cast(TextIO, LossyOutput(sys.stderr))),
         cache_logger_on_first_use=True,
     )
@@ -153,6 +153,16 @@ def log_errors_only() -> None:
     )
 
 
+def _logger_class(level: LevelFilter) -> type[structlog.typing.FilteringBoundLogger]:
+    """Returns a class of loggers that drop debug lines before they are made: each request has some."""
+
+    class Logger(structlog.make_filtering_bound_logger(logging.DEBUG)):  # type: ignore[misc]
+        def debug(self, event: str, *arguments: object, **keys: object) -> object:
+            return super().debug(event, *arguments, **keys) if level.lowest <= logging.DEBUG else None
+
+    return Logger
+
+
 def _as_json(line: object, **_: object) -> str:
-    """Encodes a log line with msgspec, which is faster than json: a router writes three lines per request."""
+    """Encodes a log line with msgspec, which is faster than json: every request has some."""
     return msgspec.json.encode(line, enc_hook=repr).decode()

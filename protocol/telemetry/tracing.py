@@ -63,6 +63,8 @@ class Span:
 
     def headers(self) -> dict[str, str]:
         """Returns message headers that make the receiver's span a child of this one."""
+        if self is NOOP_SPAN:
+            return {}
         headers: dict[str, str] = {}
         _propagator.inject(headers, trace.set_span_in_context(self._span))
         return headers
@@ -111,6 +113,8 @@ def start_span(
 ) -> Span:
     """Starts a child of the span named by `headers`, else of the context's current span, else a new trace."""
     parent = trace_headers(headers)
+    if not parent and isinstance(tracer, NoopTracer) and trace.get_current_span() is trace.INVALID_SPAN:
+        return NOOP_SPAN
     context = _propagator.extract(parent) if parent else None
     span = tracer.start_span(name, context, _KINDS[kind], _without_none(attributes), start_time=_wall_ns(began_at))
     return Span(tracer, span)

@@ -14,23 +14,32 @@ request has ended or another router is its guardian."""
 
 import asyncio
 import contextlib
+import dataclasses
 import enum
 import time
-from collections.abc import Coroutine
-from typing import Any
+from typing import TypeVar
 
 import structlog
+from nats.aio.msg import Msg
 
 from tokenbus.protocol import tasks
-from tokenbus.protocol.bus.bus import Bus, NoRespondersError, OutboundBufferLimitError, PayloadTooLargeError
+from tokenbus.protocol.bus.bus import (
+    Bus,
+    NoRespondersError,
+    OutboundBufferLimitError,
+    Outgoing,
+    PayloadTooLargeError,
+)
 from tokenbus.protocol.telemetry import tracing
 from tokenbus.protocol.wire import codec, errors, internal, limits, messages, params, subjects
 from tokenbus.protocol.wire.checks import validation
 from tokenbus.router.fleet.fleet import Fleet
 from tokenbus.router.placement.placement import Placement
 from tokenbus.router.requests.flights.flight import Flight, Flights
-from tokenbus.router.requests.flights.worker_client import Headers, Operation, ReplyT, WorkerClient
+from tokenbus.router.requests.flights.worker_client import Operation, WorkerClient
 from tokenbus.router.workers.worker import Worker
+
+AnswerT = TypeVar("AnswerT")
 
 _RUN = Operation("run", codec.Decoder(internal.RunReply))
 _CONTROL = Operation("control", codec.Decoder(internal.ControlReply))
@@ -59,6 +68,21 @@ class AlreadyStreamingError(Exception):
     """The request is running already, and its stream goes to the same inbox: nothing else may be published there."""
 
 
+@dataclasses.dataclass(slots=True, eq=False)
+class Attempt:
+    """A run on its way to a worker, until that worker's answer is read."""
+
+    placement: Placement
+    span: tracing.Span
+    """Its own span, or the request's if nothing is recorded."""
+    run: Outgoing
+    began_at: float
+    sent_at: float = 0.0
+    """When the run was sent, or its last part."""
+    reply: "asyncio.Future[Msg] | None" = None
+    """The worker's answer; None while the run has not been sent, because it needs parts."""
+
+
 class Attempts:
     """Runs requests on workers, and revokes runs whose outcome is unknown."""
 
@@ -73,18 +97,52 @@ class Attempts:
         self._router_id = router_id
         self._log = structlog.get_logger()
 
-    async def run(self, flight: Flight, placement: Placement) -> errors.Error | None:
-        """Sends a run; returns None if the worker accepts, or if the request has ended meanwhile.
+    def begin(self, flight: Flight, placement: Placement) -> Attempt:
+        """Starts an attempt, and sends its run unless that needs parts."""
+        card = placement.worker.card
+        if flight.request.prompt_logprobs is not None and not flight.request.is_streamed:
+            # the terminal has those of the whole prompt, which are kept nowhere else; its client has nothing yet
+            flight.completion.start_over()
+        self._flights.start_attempt(flight, card.worker_id)
+        span = flight.span
+        if span.is_recording:
+            known: tracing.Attributes = {tracing.WORKER_ID: card.worker_id, tracing.ATTEMPT: flight.attempt}
+            span = span.start_child("dispatch", "client", known)
+        run = self._workers.prepare(card, _RUN, self.to_run(flight, card.epoch, placement), span.headers())
+        attempt = Attempt(placement, span, run, time.monotonic())
+        if self._workers.sender.fits(run.payload):
+            self._send(flight, attempt, run)
+        return attempt
+
+    def take_accept(self, flight: Flight, attempt: Attempt) -> bool:
+        """Reads a worker's answer to a run; returns whether the worker has accepted it, and owns the request from now
+        on. Otherwise the attempt is left for `finish`."""
+        assert attempt.reply is not None
+        card = attempt.placement.worker.card
+        if attempt.reply.cancelled() or attempt.reply.exception() is not None:
+            return False
+        try:
+            is_accepted = _RUN.replies.decode(attempt.reply.result().data).accepted
+        except errors.RequestError:
+            return False
+        if not is_accepted or not self._flights.holds(flight) or self._fleet.is_lost(card):
+            return False
+        flight.awaiting_worker_id, flight.in_doubt = None, False
+        self.accept(flight, card)
+        if attempt.span is not flight.span:
+            attempt.span.end()
+        return True
+
+    async def finish(self, flight: Flight, attempt: Attempt) -> errors.Error | None:
+        """Waits for the answer to a run; returns None if the worker accepts, or if the request has ended meanwhile.
 
         Returns the error after which the request may be placed elsewhere; if it is `worker_lost`, the worker may have
         published text before. Raises RequestError(worker_lost) if the worker may hold the request and does not reply,
         and AlreadyStreamingError."""
-        known: tracing.Attributes = {
-            tracing.WORKER_ID: placement.worker.card.worker_id,
-            tracing.ATTEMPT: flight.attempt + 1,
-        }
-        with flight.span.start_child("dispatch", "client", known) as span:
-            refusal = await self._run(flight, placement, span.headers())
+        if attempt.span is flight.span:
+            return await self._finish(flight, attempt)
+        with attempt.span as span:
+            refusal = await self._finish(flight, attempt)
             if refusal is not None:
                 span.set_error(str(refusal.code))
             return refusal
@@ -132,16 +190,16 @@ class Attempts:
             routing_options=flight.request.routing,
         )
 
-    async def _run(self, flight: Flight, placement: Placement, headers: Headers) -> errors.Error | None:
-        worker = placement.worker
-        card = worker.card
-        if flight.request.prompt_logprobs is not None and not flight.request.is_streamed:
-            # the terminal has those of the whole prompt, which are kept nowhere else; its client has nothing yet
-            flight.completion.start_over()
-        self._flights.start_attempt(flight, card.worker_id)
-        run = self.to_run(flight, card.epoch, placement)
+    def _send(self, flight: Flight, attempt: Attempt, staged: Outgoing) -> None:
+        attempt.sent_at = time.monotonic()
+        attempt.reply = self._workers.send(staged, limits.ACCEPT_TIMEOUT_S + _FLUSH_TIMEOUT_S)
+        flight.awaiting_worker_id, flight.in_doubt = attempt.placement.worker.card.worker_id, True
+
+    async def _stage(self, flight: Flight, attempt: Attempt) -> errors.Error | None:
+        """Sends a run in parts. Returns the error after which the request may be placed elsewhere."""
+        card = attempt.placement.worker.card
         try:
-            staged = await self._workers.stage(card, _RUN, run, headers)
+            self._send(flight, attempt, await self._workers.sender.stage(attempt.run))
         except (TimeoutError, ConnectionError) as error:
             return errors.make_error(errors.Code.NO_WORKER, f"worker {card.worker_id} does not take the run: {error}")
         except NoRespondersError:
@@ -151,10 +209,17 @@ class Attempts:
                 return refusal.error
             # a worker of an earlier version; others may take it
             return errors.make_error(errors.Code.NO_WORKER, f"worker {card.worker_id}: {refusal.error.message}")
-        flight.awaiting_worker_id, flight.in_doubt = card.worker_id, True
+        return None
+
+    async def _finish(self, flight: Flight, attempt: Attempt) -> errors.Error | None:
+        worker = attempt.placement.worker
+        card = worker.card
+        if attempt.reply is None and (unsent := await self._stage(flight, attempt)) is not None:
+            return unsent
+        assert attempt.reply is not None
         try:
-            call = self._workers.send(card, _RUN, staged, limits.ACCEPT_TIMEOUT_S + _FLUSH_TIMEOUT_S)
-            reply = await self._finish(card, call, limits.ACCEPT_TIMEOUT_S)
+            timeout_s = max(0.0, attempt.sent_at + limits.ACCEPT_TIMEOUT_S - time.monotonic())
+            reply = await self._workers.read(card, _RUN, await self._answer(card, attempt.reply, timeout_s))
         except NoRespondersError:
             return self._no_responders(card)
         except PayloadTooLargeError as error:
@@ -246,10 +311,10 @@ class Attempts:
                 request_id=flight.key, attempt=flight.attempt, known_tokens=known, router_id=self._router_id
             )
             call = self._workers.call(card, _TAKE, take, timeout_s + _FLUSH_TIMEOUT_S)
-            return await self._finish(card, call, timeout_s)
+            return await self._answer(card, tasks.awaited(call), timeout_s)
         drop = internal.Control(op="drop", request_id=flight.key, attempt=flight.attempt)
         asked = self._workers.call(card, _CONTROL, drop, timeout_s + _FLUSH_TIMEOUT_S)
-        return await self._finish(card, asked, timeout_s)
+        return await self._answer(card, tasks.awaited(asked), timeout_s)
 
     def _restore(self, flight: Flight, taken: internal.TakeReply) -> None:
         """Adds the tokens of a request that a worker has given up. Raises RequestError(worker_lost) if they don't
@@ -259,10 +324,9 @@ class Attempts:
             raise errors.request_error(errors.Code.WORKER_LOST)
         flight.keep_last_words(taken.last_words)
 
-    async def _finish(self, card: messages.Card, calling: Coroutine[Any, Any, ReplyT], timeout_s: float) -> ReplyT:
-        """Waits for a worker's reply. On a timeout, first reads everything that this router has received: a reply that
-        lies unread in a busy router must not count as silence."""
-        call = tasks.awaited(calling)
+    async def _answer(self, card: messages.Card, call: "asyncio.Future[AnswerT]", timeout_s: float) -> AnswerT:
+        """Waits for a worker's answer. On a timeout, first reads everything that this router has received: an answer
+        that lies unread in a busy router must not count as silence."""
         try:
             done, _ = await asyncio.wait([call], timeout=timeout_s)
             if not done:
@@ -281,7 +345,7 @@ class Attempts:
         self._flights.accept(flight, card.worker_id, time.monotonic())
         flight.last_words = None
         flight.hash_scheme = flight.hash_scheme or card.hash_scheme
-        self._log.info(
+        self._log.debug(
             "request_placed",
             request_id=flight.key,
             router_id=self._router_id,

@@ -24,7 +24,7 @@ from tokenbus.protocol.wire import errors, messages
 from tokenbus.router.fleet.fleet import Fleet
 from tokenbus.router.placement.adapters import has_all
 from tokenbus.router.placement.placement import NoWorker, Placement
-from tokenbus.router.requests.attempts import AlreadyStreamingError, Attempts, Revocation
+from tokenbus.router.requests.attempts import AlreadyStreamingError, Attempt, Attempts, Revocation
 from tokenbus.router.requests.flights.flight import Flight
 from tokenbus.router.requests.queueing.model_loads import ModelLoads
 from tokenbus.router.requests.queueing.placement_queue import PlacementQueue
@@ -78,14 +78,36 @@ class Dispatcher:
         self._log = structlog.get_logger()
         self._accepting = self._metrics.phases.labels("accept")
 
-    async def dispatch(self, flight: Flight, lost: Worker | None = None) -> None:
+    def begin(self, flight: Flight) -> Attempt | None:
+        """Places a new request and sends its run, all at once; returns None if something has to be waited for, which
+        `dispatch` does. Raises RequestError for a request that no worker would accept."""
+        now = time.monotonic()
+        remaining_ms = flight.remaining_ms(now)
+        if remaining_ms is not None and remaining_ms <= 0:
+            return None
+        with flight.span.start_child("place"):
+            placement = self._queue.place_at_once(flight, (), now)
+        return self._attempts.begin(flight, placement) if isinstance(placement, Placement) else None
+
+    def take_accept(self, flight: Flight, attempt: Attempt) -> bool:
+        """Returns whether the worker has accepted the request, now that it has answered. If it has not, `dispatch`
+        decides what follows."""
+        is_accepted = self._attempts.take_accept(flight, attempt)
+        if is_accepted:
+            self._accepting.observe(time.monotonic() - attempt.began_at)
+        return is_accepted
+
+    async def dispatch(self, flight: Flight, lost: Worker | None = None, attempt: Attempt | None = None) -> None:
         """Returns when a worker has accepted the request, or when the request was cancelled or this router stopped
         before that.
 
-        `lost` is the worker that had the request before, if that worker is gone. Raises RequestError if no worker
-        accepts it, and AlreadyStreamingError if a worker has it already."""
+        `lost` is the worker that had the request before, if that worker is gone; `attempt` is the one that `begin` has
+        begun. Raises RequestError if no worker accepts the request, and AlreadyStreamingError if a worker has it
+        already."""
         now = time.monotonic()
         search = _Search(flight, lost, now, now)
+        if attempt is not None and await self._try(search, attempt.placement, attempt):
+            return
         while search.tries < _MAX_TRIES and not self._is_over(flight):
             match await self._place(search):
                 case None:  # cancelled while it waited
@@ -113,13 +135,13 @@ class Dispatcher:
         with search.flight.span.start_child("place"):
             return await self._queue.place(search.flight, search.refused)
 
-    async def _try(self, search: _Search, placement: Placement) -> bool:
+    async def _try(self, search: _Search, placement: Placement, attempt: Attempt | None = None) -> bool:
         """Sends the request to the worker on which it is booked; returns False and notes the refusal if it is refused.
 
         Returns True as well if the request has ended meanwhile. Raises RequestError for a refusal that every other
         worker would repeat, and the errors of `_may_continue`."""
         worker = placement.worker
-        refusal = await self._run(search, placement)
+        refusal = await self._run(search, placement, attempt)
         search.served_at = time.monotonic()
         if refusal is None:
             return True
@@ -224,22 +246,23 @@ class Dispatcher:
             raise AlreadyStreamingError(flight.key)
         raise errors.request_error(errors.Code.WORKER_LOST)
 
-    async def _run(self, search: _Search, placement: Placement) -> errors.Error | None:
+    async def _run(self, search: _Search, placement: Placement, attempt: Attempt | None) -> errors.Error | None:
         """Returns None if the worker has accepted the request, or if the request has ended or was cancelled."""
         flight, lost = search.flight, search.lost
         address = placement.worker.card.address
-        try:
-            # more may have arrived from the lost worker while the request waited for this one
-            may_start = not flight.cancelled and (lost is None or self._may_continue(flight, lost))
-        except (errors.RequestError, AlreadyStreamingError):
-            self._fleet.unbook(address, flight.key)
-            raise
-        if not may_start:
-            self._fleet.unbook(address, flight.key)
-            return None
-        began = time.perf_counter()
-        refusal = await self._attempts.run(flight, placement)
-        self._accepting.observe(time.perf_counter() - began)
+        if attempt is None:
+            try:
+                # more may have arrived from the lost worker while the request waited for this one
+                may_start = not flight.cancelled and (lost is None or self._may_continue(flight, lost))
+            except (errors.RequestError, AlreadyStreamingError):
+                self._fleet.unbook(address, flight.key)
+                raise
+            if not may_start:
+                self._fleet.unbook(address, flight.key)
+                return None
+            attempt = self._attempts.begin(flight, placement)
+        refusal = await self._attempts.finish(flight, attempt)
+        self._accepting.observe(time.monotonic() - attempt.began_at)
         if refusal is None:
             return None
         self._metrics.placements_rejected.labels(refusal.code).inc()

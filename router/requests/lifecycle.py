@@ -1,9 +1,11 @@
 """The lifecycle of requests in a router: from their receipt to a worker's accept, or to a terminal sent here.
 
-A request that no worker has accepted has one task, which ends in one of five ways: a worker has accepted the request,
-its worker has already ended it, this router has sent its terminal, it was a duplicate and nothing is sent, or another
-router has taken it over, because this one is stopping. If the worker is lost or leaves afterwards, the request gets
-another task."""
+A request whose tokens are known and that a worker can take at once is placed in the callback that receives it, and
+handed over in the one that receives that worker's accept. Whatever has to be waited for (a tokenizer, a model that is
+loaded, a place in the queue, an accept that is late, another worker after a refusal) is the work of one task. Either
+way, it ends in one of five ways: a worker has accepted the request, its worker has already ended it, this router has
+sent its terminal, it was a duplicate and nothing is sent, or another router has taken it over, because this one is
+stopping. If the worker is lost or leaves afterwards, the request gets a task."""
 
 import asyncio
 import contextlib
@@ -17,9 +19,9 @@ import structlog
 
 from tokenbus.protocol import tasks
 from tokenbus.protocol.telemetry import tracing
-from tokenbus.protocol.wire import block_hash, codec, errors, limits, subjects
+from tokenbus.protocol.wire import block_hash, errors, limits, subjects
 from tokenbus.router.fleet.fleet import Fleet
-from tokenbus.router.requests.attempts import AlreadyStreamingError
+from tokenbus.router.requests.attempts import AlreadyStreamingError, Attempt
 from tokenbus.router.requests.dispatch import Dispatcher
 from tokenbus.router.requests.flights.flight import Flight, Flights
 from tokenbus.router.requests.flights.request_telemetry import FlightTelemetry
@@ -67,6 +69,8 @@ class RequestLifecycle:
         self._offer: Callable[[Flight], Awaitable[bool]] | None = None
         """Asks another router to take over a request when this one stops."""
         self._tasks: set[asyncio.Task[None]] = set()
+        self._sent: dict[Flight, Attempt] = {}
+        """The requests whose run was sent by `admit`, until its worker has answered or a task waits for the answer."""
         self._log = structlog.get_logger()
 
     def __repr__(self) -> str:
@@ -91,7 +95,11 @@ class RequestLifecycle:
         check_throttled(self._rate_limiter.charge_request(flight.tenant, num_open, flight.received_at))
         self._flights.add(flight, num_bytes)
         self._telemetry.received(flight, headers)
-        self._spawn(flight, functools.partial(self._tokenize_and_dispatch, flight))
+        try:
+            self._begin(flight)
+        except Exception as error:  # outermost frame of a request
+            self._fail(flight, error)
+            flight.span.end()
 
     def recover(self, flight: Flight, worker: Worker, *, is_certain: bool, takes: bool = False) -> None:
         """Dispatches a request again after its worker was lost. Unless the loss is certain, its run is revoked first,
@@ -167,6 +175,9 @@ class RequestLifecycle:
             self._trimmed_at = now
             self._telemetry.forgotten(self._flights.trim())
             self._prompts.drop_unused(now)
+        overdue = [flight for flight, sent in self._sent.items() if now - sent.sent_at >= limits.ACCEPT_TIMEOUT_S]
+        for flight in overdue:
+            self._pursue(flight)
         for flight in self._flights.unaccepted():
             self._telemetry.note_if_slow(flight, now)
             progress = self._loads.progress_of(flight.model)
@@ -187,6 +198,8 @@ class RequestLifecycle:
 
     async def drain(self) -> None:
         """Returns when every request was accepted by a worker or has ended."""
+        for flight in list(self._sent):
+            self._pursue(flight)
         while self._tasks:
             await asyncio.wait(self._tasks)
 
@@ -234,24 +247,33 @@ class RequestLifecycle:
         """Runs `work`, and guarantees that the request then has an owner or its terminal."""
         try:
             await work()
-        except errors.RequestError as error:
-            self._end(flight, error.error)
-        except AlreadyStreamingError:
-            if self._flights.holds(flight):
-                self._flights.remove(flight)
-            self._log.warning("duplicate_dropped", request_id=flight.key)
-        except Exception:  # outermost frame of a request: whatever went wrong, the client gets a terminal
-            self._log.exception("request_failed", request_id=flight.key)
-            self._end(flight, errors.make_error(errors.Code.INTERNAL))
+        except Exception as error:  # outermost frame of a request
+            self._fail(flight, error)
         else:
             if not self._flights.holds(flight):
                 return
             if flight.worker_id is None:
                 await self._end_or_hand_over(flight)
-            elif flight.ended_by == flight.worker_id:  # the worker's events ended it before its accept was read
-                self.forget(flight, "by_worker")
+            else:
+                self._accepted(flight)
         finally:
             flight.span.end()
+
+    def _fail(self, flight: Flight, error: Exception) -> None:
+        """Ends a request in an error that its task or callback has raised; call it from the `except` clause."""
+        if isinstance(error, errors.RequestError):
+            self._end(flight, error.error)
+        elif isinstance(error, AlreadyStreamingError):
+            if self._flights.holds(flight):
+                self._flights.remove(flight)
+            self._log.warning("duplicate_dropped", request_id=flight.key)
+        else:  # whatever went wrong, the client gets a terminal
+            self._log.exception("request_failed", request_id=flight.key)
+            self._end(flight, errors.make_error(errors.Code.INTERNAL))
+
+    def _accepted(self, flight: Flight) -> None:
+        if flight.ended_by == flight.worker_id:  # the worker's events ended it before its accept was read
+            self.forget(flight, "by_worker")
 
     async def _end_or_hand_over(self, flight: Flight) -> None:
         """Ends a cancelled request; otherwise this router is stopping, and another one may take the request over."""
@@ -263,14 +285,59 @@ class RequestLifecycle:
         else:
             self._end(flight, None)
 
-    async def _tokenize_and_dispatch(self, flight: Flight) -> None:
-        packed = await self._prompts.tokenize_flight(flight)
-        self._flights.set_prompt_ids(flight, packed)
-        if flight.request.seed is None:  # drawn here, or a worker that continues the stream would draw another
-            flight.request = codec.replace(flight.request, seed=secrets.randbits(32))
+    def _begin(self, flight: Flight) -> None:
+        """Places a request and sends its run, all within this call, unless something has to be waited for: that is a
+        task's work. Raises RequestError for a request that no worker would accept."""
+        workers, attempt = None, None
+        if not self._prompts.must_wait(flight):
+            workers = self._prompts.check(flight)
+            if (packed := self._prompts.pack_given(flight, workers)) is not None:
+                self._set_prompt(flight, packed)
+                attempt = self._dispatcher.begin(flight)
+        if attempt is not None and attempt.reply is not None:
+            self._sent[flight] = attempt
+            attempt.reply.add_done_callback(functools.partial(self._answered, flight))
+        else:
+            self._spawn(flight, functools.partial(self._prepare_and_dispatch, flight, workers, attempt))
+
+    def _answered(self, flight: Flight, reply: object) -> None:
+        """Hands a request over to the worker that has accepted it; any other answer is left to a task."""
+        attempt = self._sent.get(flight)
+        if attempt is None:  # a task waits for the answer
+            return
+        try:
+            if self._dispatcher.take_accept(flight, attempt):
+                del self._sent[flight]
+                self._accepted(flight)
+                flight.span.end()
+            else:
+                self._pursue(flight)
+        except Exception as error:  # outermost frame of a request
+            self._sent.pop(flight, None)
+            self._fail(flight, error)
+
+    def _pursue(self, flight: Flight) -> None:
+        """Starts a task that waits for the answer to a run, or decides what follows from it."""
+        attempt = self._sent.pop(flight)
+        self._spawn(flight, functools.partial(self._dispatcher.dispatch, flight, attempt=attempt))
+
+    async def _prepare_and_dispatch(
+        self, flight: Flight, workers: list[Worker] | None, attempt: Attempt | None
+    ) -> None:
+        """Continues a request where `_begin` had to wait, with what that had found and begun."""
+        if flight.prompt_ids is None:
+            if workers is None:
+                await self._prompts.wait_served(flight)
+                workers = self._prompts.check(flight)
+            self._set_prompt(flight, await self._prompts.pack(flight, workers))
+        await self._dispatcher.dispatch(flight, attempt=attempt)
+
+    def _set_prompt(self, flight: Flight, packed: bytes) -> None:
+        """Takes the tokens of a request's prompt. Raises RequestError if its tenant is throttled."""
+        # the seed is drawn here, or a worker that continues the stream would draw another
+        self._flights.set_prompt_ids(flight, packed, secrets.randbits(32))
         num_tokens = len(packed) // block_hash.TOKEN_BYTES + (flight.request.max_tokens or 0)
         check_throttled(self._rate_limiter.charge_tokens(flight.tenant, num_tokens, time.monotonic()))
-        await self._dispatcher.dispatch(flight)
 
     def _end(self, flight: Flight, error: errors.Error | None) -> None:
         """Sends this router's own terminal, or the one that a worker has left for a stream that could not be continued.

@@ -60,7 +60,7 @@ class TerminalPublisher:
         now = time.monotonic()
         prompt_tokens, completion_tokens = flight.num_prompt_tokens, flight.num_streamed_tokens
         first = flight.completion.first_token
-        total_ms = round((now - flight.received_at) * 1e3, 3)
+        total_ms = _ms(now - flight.received_at)
         chunk = messages.Chunk(
             id=flight.request_id,
             attempt=flight.attempt,
@@ -91,12 +91,14 @@ class TerminalPublisher:
         self._log.info(
             "request_finished",
             request_id=flight.key,
+            model=flight.model,
             router_id=self._router_id,
             worker_id=flight.worker_id,
             attempt=flight.attempt,
             finish_reason=reason,
             code=error.code if error else None,
-            total_ms=round((time.monotonic() - flight.received_at) * 1e3, 3),
+            placed_ms=None if flight.first_accepted_at is None else _ms(flight.first_accepted_at - flight.received_at),
+            total_ms=_ms(time.monotonic() - flight.received_at),
         )
 
     def send_keepalive(self, flight: Flight, load_progress: float | None = None) -> None:
@@ -137,3 +139,7 @@ class TerminalPublisher:
             self._replies.send(reply, codec.encode(chunk, encoding), headers)
         except PayloadTooLargeError as error:
             self._log.error("terminal_not_sent", request_id=chunk.id, error=str(error))
+
+
+def _ms(seconds: float) -> float:
+    return round(seconds * 1e3, 3)

@@ -1,11 +1,14 @@
 """An attempt is taken back from its worker, or taken over with all its tokens, before there may be another one."""
 
+import asyncio
 from collections.abc import Callable
 
 import pytest
+from nats.aio.msg import Msg
 
 from tests.router.builders import at, card, events, fleet_of, flight, known
 from tests.support.recording_bus import RecordingBus
+from tokenbus.protocol.bus.bus import Outgoing
 from tokenbus.protocol.wire import block_hash, codec, errors, internal, messages, subjects
 from tokenbus.router.placement.placement import Placement, PlacementRequest
 from tokenbus.router.requests.attempts import Attempts, Revocation
@@ -62,11 +65,33 @@ class Testbed:
         answer = self._answers.pop(0)
         return answer() if callable(answer) else answer
 
-    async def stage(self, card: messages.Card, op: Operation, message: codec.Message, headers: object) -> codec.Message:
-        return message
+    @property
+    def sender(self) -> "Testbed":
+        return self
 
-    async def send(self, card: messages.Card, op: Operation, staged: codec.Message, timeout_s: float) -> codec.Message:
-        return await self.call(card, op, staged, timeout_s)
+    def fits(self, payload: bytes) -> bool:
+        return True
+
+    def prepare(self, card: messages.Card, op: Operation, message: codec.Message, headers: object) -> Outgoing:
+        self.asked.append((op.name, message))
+        return Outgoing(op.name, b"")
+
+    def send(self, staged: Outgoing, timeout_s: float) -> asyncio.Future[Msg]:
+        reply: asyncio.Future[Msg] = asyncio.get_running_loop().create_future()
+        answer = self._answers.pop(0)
+        try:
+            data = codec.encode(answer() if callable(answer) else answer)
+        except TimeoutError as error:
+            reply.set_exception(error)
+        else:
+            reply.set_result(Msg(_client=None, data=data))  # type: ignore[arg-type]
+        return reply
+
+    async def read(self, card: messages.Card, op: Operation, reply: Msg) -> codec.Message:
+        return op.replies.decode(reply.data)
+
+    async def run(self, placement: Placement) -> errors.Error | None:
+        return await self.attempts.finish(self.flight, self.attempts.begin(self.flight, placement))
 
     async def revoke(self, *, takes: bool) -> Revocation:
         return await self.attempts.revoke(self.flight, known(self.fleet), takes=takes)
@@ -143,7 +168,7 @@ async def test_a_run_without_an_answer_is_dropped_even_if_its_worker_leaves() ->
     testbed = Testbed(no_answer, internal.ControlReply(ok=True, epoch="100-a"))
     placement = Placement(known(testbed.fleet), "kv")
     testbed.fleet.book(at("w1"), PlacementRequest(KEY, 1), 0.0)
-    refusal = await testbed.attempts.run(testbed.flight, placement)
+    refusal = await testbed.run(placement)
     assert refusal
     assert refusal.code is errors.Code.NO_WORKER
     assert [name for name, _ in testbed.asked] == ["run", "control"]
@@ -168,7 +193,7 @@ async def test_a_run_that_is_being_dropped_is_not_taken_once_its_worker_leaves()
 async def test_a_run_names_the_worker_from_which_blocks_may_be_fetched_and_its_epoch() -> None:
     testbed = Testbed(internal.RunReply(accepted=True))
     holder = Worker(card("w2", epoch="7-b"), 0.0)
-    await testbed.attempts.run(testbed.flight, Placement(known(testbed.fleet), "kv", fetch_from=holder, fetch_blocks=9))
+    await testbed.run(Placement(known(testbed.fleet), "kv", fetch_from=holder, fetch_blocks=9))
     (_, run), *_ = testbed.asked
     assert isinstance(run, internal.Run)
     assert run.fetch_from == internal.FetchSource(worker_id="w2", epoch="7-b")

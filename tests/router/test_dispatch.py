@@ -6,9 +6,11 @@ import pytest
 
 from tests.router.builders import NoLoads, at, card, events, fleet_of, flight, known
 from tests.sim.world import Process, world
+from tokenbus.protocol.bus.bus import Outgoing
+from tokenbus.protocol.telemetry.tracing import NOOP_SPAN
 from tokenbus.protocol.wire import errors, internal, messages, subjects
 from tokenbus.router.placement.placement import NoWorker, Placement, PlacementRequest
-from tokenbus.router.requests.attempts import AlreadyStreamingError, Revocation
+from tokenbus.router.requests.attempts import AlreadyStreamingError, Attempt, Revocation
 from tokenbus.router.requests.dispatch import Dispatcher
 from tokenbus.router.requests.flights.flight import Flight, Flights
 from tokenbus.router.requests.recovery import Recovery
@@ -16,6 +18,10 @@ from tokenbus.router.telemetry.metrics import RouterMetrics
 from tokenbus.router.workers.worker import Worker
 
 KEY = "default:r1"
+
+
+def begun(placement: Placement) -> Attempt:
+    return Attempt(placement, NOOP_SPAN, Outgoing("run", b""), 0.0)
 
 
 class Attempts:
@@ -35,9 +41,12 @@ class Attempts:
     def move(self, flight: Flight, address: subjects.WorkerAddress, attempt: int) -> None:
         raise AssertionError("it can't go on elsewhere")
 
-    async def run(self, flight: Flight, placement: Placement) -> errors.Error | None:
+    def begin(self, flight: Flight, placement: Placement) -> Attempt:
         self.continued.append(list(flight.completion.token_ids))
-        self.accept(flight, placement.worker.card)
+        return begun(placement)
+
+    async def finish(self, flight: Flight, attempt: Attempt) -> errors.Error | None:
+        self.accept(flight, attempt.placement.worker.card)
         return None
 
     def accept(self, flight: Flight, card: messages.Card) -> None:
@@ -65,7 +74,10 @@ class Refusals:
     async def place(self, flight: Flight, excluded: Collection[str]) -> Placement | NoWorker:
         return NoWorker() if "w1" in excluded else Placement(known(self.fleet), "kv")
 
-    async def run(self, flight: Flight, placement: Placement) -> errors.Error | None:
+    def begin(self, flight: Flight, placement: Placement) -> Attempt:
+        return begun(placement)
+
+    async def finish(self, flight: Flight, attempt: Attempt) -> errors.Error | None:
         self.num_runs += 1
         if self.num_runs <= self._num_refusals:
             return errors.make_error(self._code)

@@ -133,7 +133,8 @@ class System:
         return cls(await nats_server.start(0, folder / "nats.log", config), folder, config)
 
     def router(self, name: str, *arguments: str) -> None:
-        self._run(name, "router", "--router-id", name, *arguments)
+        """Starts a router that also logs when it receives a request and when a worker has accepted it."""
+        self._run(name, "router", "--router-id", name, "--log-level", "debug", *arguments)
 
     def worker(
         self, name: str, *arguments: str, model: str | Path = demo.MODEL_PATH, served_name: str = "demo"

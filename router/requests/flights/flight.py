@@ -207,16 +207,17 @@ class Flights:
         """Whether this flight itself is still open; its key may belong to a later one."""
         return self._flights.get(flight.key) is flight
 
-    def set_prompt_ids(self, flight: Flight, prompt_ids: bytes) -> None:
+    def set_prompt_ids(self, flight: Flight, prompt_ids: bytes, seed: int | None = None) -> None:
         """Replaces the prompt's text by its token ids, at four bytes each, and moves the tokens of an earlier stream
-        into the completion."""
+        into the completion. `seed` is that of a request that names none."""
         flight.prompt_ids = prompt_ids
         flight.num_prompt_tokens = len(prompt_ids) // 4
         if (given := flight.request.resume_from) is not None:
             flight.completion.token_ids.extend(given.token_ids)
             flight.hash_scheme = given.hash_scheme or ""
+        seed = seed if flight.request.seed is None else flight.request.seed
         flight.request = codec.replace(
-            flight.request, messages=None, prompt=None, suffix=None, token_ids=None, resume_from=None
+            flight.request, messages=None, prompt=None, suffix=None, token_ids=None, resume_from=None, seed=seed
         )
         flight.params_bytes = validation.params_bytes(flight.request)
         self._set_held_bytes(flight, flight.num_bytes)

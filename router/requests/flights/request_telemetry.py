@@ -42,7 +42,7 @@ class FlightTelemetry:
         known = {tracing.MODEL: flight.model, tracing.REQUEST_ID: flight.request_id, tracing.TENANT: flight.tenant}
         flight.span = tracing.start_span(self._tracer, "route", "server", headers, known, flight.received_at)
         flight.slow_wait = long_waits.BackoffTimer(self.settings.slow_wait_s)
-        self._log.info("request_received", request_id=flight.key, model=flight.model)
+        self._log.debug("request_received", request_id=flight.key, model=flight.model)
         if max_chars := self.settings.log_prompt_chars:
             request = flight.request
             if request.messages:

@@ -27,6 +27,7 @@ Headers = dict[str, str] | None
 
 _PART_TIMEOUT_S = 1.0
 """A worker that twice fails to answer a part of a run within this time is given up for another one."""
+_REPLY_TIMEOUT_S = 5.0
 _MAX_TRIES = 3
 _UNREACHED = (errors.Code.NO_WORKER, errors.Code.WORKER_LOST)
 
@@ -79,27 +80,31 @@ class WorkerClient:
 
         Raises NoRespondersError, TimeoutError, PayloadTooLargeError and ConnectionError like `ReplyInbox.request`, and
         RequestError(internal) for a reply that can't be decoded, such as one from another version of Tokenbus."""
-        return await self.send(card, op, await self.stage(card, op, message, headers), timeout_s)
+        staged = await self.sender.stage(self.prepare(card, op, message, headers))
+        return await self.read(card, op, await self.send(staged, timeout_s), timeout_s)
 
-    async def stage(self, card: messages.Card, op: Operation[ReplyT], message: Message, headers: Headers) -> Outgoing:
-        """Prepares a message for `send`, sending a large one except for its last part. Raises what `PartsSender.stage`
-        does; the worker then does not have the message."""
-        subject = self._names.worker(card.model, card.worker_id, op.name)
-        return await self.sender.stage(Outgoing(subject, codec.encode(message), headers=headers))
+    def prepare(self, card: messages.Card, op: Operation[ReplyT], message: Message, headers: Headers) -> Outgoing:
+        """Returns a message to a worker, which `sender` stages if it does not fit."""
+        return Outgoing(self._names.worker(card.model, card.worker_id, op.name), codec.encode(message), headers=headers)
 
-    async def send(self, card: messages.Card, op: Operation[ReplyT], staged: Outgoing, timeout_s: float) -> ReplyT:
-        """Sends a message that `stage` has prepared, and returns the reply like `call`."""
-        reply = await self.request(staged, timeout_s)
+    def send(self, staged: Outgoing, timeout_s: float) -> "asyncio.Future[Msg]":
+        """Sends a message that fits, or the last part of one, and returns its reply as `ReplyInbox.request` does."""
+        return self._replies.request(staged, timeout_s)
+
+    async def request(self, staged: Outgoing, timeout_s: float) -> Msg:
+        """Sends a message that fits, or the last part of one, and returns the whole reply. Raises what
+        `ReplyInbox.request` does, and RequestError for a large reply that can't be taken."""
+        return await self.receiver.whole(await self.send(staged, timeout_s), "reply", timeout_s)
+
+    async def read(
+        self, card: messages.Card, op: Operation[ReplyT], reply: Msg, timeout_s: float = _REPLY_TIMEOUT_S
+    ) -> ReplyT:
+        """Returns the content of a reply, of which a large one is still on its way. Raises what `call` does."""
+        reply = await self.receiver.whole(reply, "reply", timeout_s)
         try:
             return op.replies.decode(reply.data)
         except errors.RequestError as problem:
             raise invalid_reply(card.worker_id, str(problem)) from problem
-
-    async def request(self, staged: Outgoing, timeout_s: float) -> Msg:
-        """Sends what the sender has staged, and returns the whole reply. Raises what `ReplyInbox.request` does, and
-        RequestError for a large reply that can't be taken."""
-        reply = await self._replies.request(staged, timeout_s)
-        return await self.receiver.whole(reply, "reply", timeout_s)
 
 
 def invalid_reply(worker_id: str, problem: str) -> errors.RequestError:

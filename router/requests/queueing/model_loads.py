@@ -63,6 +63,11 @@ class ModelLoads:
         wanted = self._wanted.get(model)
         return None if wanted is None else wanted.progress
 
+    def must_wait(self, model: str) -> bool:
+        """Whether `wait_served` would wait."""
+        now = time.monotonic()
+        return not self._fleet.model(model).is_served and self._may_wait(model, now, now)
+
     async def wait_served(
         self, model: str, timeout_s: float | None, is_over: Callable[[], bool] = lambda: False
     ) -> bool:
@@ -70,9 +75,9 @@ class ModelLoads:
 
         Returns whether it had to wait for a worker that is there now. It returns early when `is_over` is true. Raises
         RequestError if the model can't be loaded, or not within `timeout_s`."""
-        began = now = time.monotonic()
-        if self._fleet.model(model).is_served or not self._may_wait(model, now, began):
+        if not self.must_wait(model):
             return False
+        began = time.monotonic()
         served: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._held[served] = model
         self.check()

@@ -96,6 +96,11 @@ class PlacementQueue:
 
         Raises RequestError if too many requests are waiting, or if the deadline passes first."""
         now = time.monotonic()
+        placement = self.place_at_once(flight, excluded, now)
+        return await self._wait(flight, now) if placement is None else placement
+
+    def place_at_once(self, flight: Flight, excluded: Collection[str], now: float) -> Placement | NoWorker | None:
+        """Books a request on a worker that is not `excluded`; returns None if it has to wait for its turn."""
         self._bind_adapters(flight)
         owner = self._fleet.owner_of(flight.key, flight.model) if flight.attempt == 0 else None
         if owner is not None:
@@ -108,7 +113,7 @@ class PlacementQueue:
             must_wait = must_wait or flight.model in self._queues
         if is_pinned or excluded or not must_wait:
             return self._place_now(flight, excluded, now)
-        return await self._wait(flight, now)
+        return None
 
     def place_waiting(self, now: float) -> None:
         """Places waiting requests while there is capacity. Call it whenever a worker may have become free."""

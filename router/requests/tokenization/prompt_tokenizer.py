@@ -69,13 +69,18 @@ class PromptTokenizer:
     def __repr__(self) -> str:
         return f"<PromptTokenizer {self._executor!r}>"
 
-    async def tokenize_flight(self, flight: Flight) -> bytes:
-        """Returns the packed token ids of a flight's prompt, which fit the longest context of its model.
-
-        A model that no worker has loaded is loaded first. Raises RequestError, also if no worker serves the model or
-        it lacks a feature that the request needs."""
+    async def wait_served(self, flight: Flight) -> None:
+        """Returns once a flight's model is loaded, or nothing can be waited for. Raises RequestError."""
         remaining_s = flight.remaining_s(time.monotonic())
         await self._loads.wait_served(flight.model, remaining_s, lambda: flight.cancelled)
+
+    def must_wait(self, flight: Flight) -> bool:
+        """Whether `wait_served` would wait."""
+        return self._loads.must_wait(flight.model)
+
+    def check(self, flight: Flight) -> list[Worker]:
+        """Returns a few workers of a flight's model. Raises RequestError if there is none, or if the model lacks what
+        the request needs."""
         workers = workers_for(self._fleet, flight.model, time.monotonic())
         self._telemetry.model_found(flight)
         self._check_features(flight, workers[0])
@@ -83,13 +88,24 @@ class PromptTokenizer:
             cards = (worker.card for worker in self._fleet.workers_of(flight.model))
             adapters.resolve(cards, flight.request.lora, flight.tenant)
         validation.check_resume(flight.request, workers[0].card.hash_scheme)
-        remaining_s = flight.remaining_s(time.monotonic())
+        return workers
+
+    def pack_given(self, flight: Flight, workers: list[Worker]) -> bytes | None:
+        """Returns a prompt that is given as token ids, packed; None for any other. `workers` are those of `check`.
+        Raises RequestError if it does not fit the longest context of its model."""
+        if flight.request.token_ids is None:
+            return None
+        packed = block_hash.pack_token_ids(flight.request.token_ids)
+        _check_length(len(packed) // block_hash.TOKEN_BYTES, self._longest_context(flight.model, workers))
+        return packed
+
+    async def pack(self, flight: Flight, workers: list[Worker]) -> bytes:
+        """Does the same for any prompt, which is tokenized if necessary."""
+        if (given := self.pack_given(flight, workers)) is not None:
+            return given
+        remaining_s, prompt = flight.remaining_s(time.monotonic()), _prompt_of(flight)
         with self._telemetry.tokenizing(flight):
-            if flight.request.token_ids is not None:
-                packed = block_hash.pack_token_ids(flight.request.token_ids)
-            else:
-                prompt = _prompt_of(flight)
-                packed = await self._tokenize(prompt, workers, remaining_s, lambda: flight.cancelled, is_bounded=True)
+            packed = await self._tokenize(prompt, workers, remaining_s, lambda: flight.cancelled, is_bounded=True)
         _check_length(len(packed) // block_hash.TOKEN_BYTES, self._longest_context(flight.model, workers))
         return packed
 

@@ -1,0 +1,237 @@
+"""A request that nothing has to be waited for is placed in the call that receives it, and handed over in the one that
+receives its worker's accept; whatever else happens is left to a task."""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+
+import msgspec
+import pytest
+from nats.aio.msg import Msg
+
+from tests.router.builders import card, events
+from tests.support.recording_bus import RecordingBus
+from tokenbus.protocol.bus import bus
+from tokenbus.protocol.telemetry.tracing import NoopTracer
+from tokenbus.protocol.wire import codec, errors, internal, limits, messages, subjects
+from tokenbus.router.requests.flights.flight import Flight
+from tokenbus.router.requests.queueing.rate_limiter import TenantLimits
+from tokenbus.router.serve import Router
+from tokenbus.router.settings import RouterSettings
+
+NAMES = subjects.Subjects()
+CLIENT = "_INBOX.client.1"
+_runs = codec.Decoder(internal.Run)
+_drops = codec.Decoder(internal.Control)
+_chunks = codec.Decoder(messages.Chunk)
+ACCEPTED = internal.RunReply(accepted=True)
+BUSY = internal.RunReply(accepted=False, error=errors.make_error(errors.Code.OVERLOADED))
+
+
+class Broker(RecordingBus):
+    """A recording bus that delivers what a test says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._callbacks: dict[str, bus.Callback] = {}
+
+    def new_inbox(self) -> str:
+        return "_INBOX.router"
+
+    async def subscribe(self, subject: str, callback: bus.Callback, queue: str = "") -> str:
+        self._callbacks[subject] = callback
+        return subject
+
+    async def unsubscribe(self, subscription: str) -> None:
+        del self._callbacks[subscription]
+
+    async def flush(self, timeout_s: float) -> None: ...
+
+    def deliver(self, pattern: str, subject: str, data: bytes, reply: str = "") -> None:
+        self._callbacks[pattern](Msg(_client=None, subject=subject, reply=reply, data=data))  # type: ignore[arg-type]
+
+
+class Testbed:
+    """A router of two workers that each take one request at a time."""
+
+    __test__ = False
+
+    def __init__(self, **settings: object) -> None:
+        self.broker = Broker()
+        made = RouterSettings(router_id="r", **settings)  # type: ignore[arg-type]
+        self.router = Router(self.broker, NAMES, "r", made, random.Random(1), NoopTracer())  # type: ignore[arg-type]
+        for name in ("w1", "w2"):
+            self.router.fleet.apply_card(card(name, max_num_seqs=1), 0.0)
+            self.router.fleet.apply_events("demo", events(name), 0.0)
+        self.router.fleet.renew_all_leases(asyncio.get_running_loop().time())
+
+    async def open(self) -> "Testbed":
+        await self.router._workers.open()
+        await self.router._intake.open()
+        self.broker.take()
+        return self
+
+    def ask(self, request_id: str = "a", **fields: object) -> None:
+        body = {"id": request_id, "token_ids": [1, 2, 3], **fields}
+        subject = NAMES.generate("demo")
+        pattern = next(one for one in NAMES.all_of("generate") if one.count(".") == subject.count("."))
+        self.broker.deliver(pattern, subject, msgspec.json.encode(body), CLIENT)
+
+    def runs(self) -> list[bus.Outgoing]:
+        return [one for one in self.broker.take() if one.subject.endswith(".run")]
+
+    def answer(self, run: bus.Outgoing, reply: internal.RunReply) -> None:
+        self.broker.deliver("_INBOX.router.*", run.reply, codec.encode(reply))
+
+    def terminals(self) -> list[messages.Chunk]:
+        sent = [one for one in self.broker.take() if one.subject == CLIENT]
+        return [_chunks.decode(one.payload, codec.Encoding.JSON) for one in sent]
+
+    @property
+    def flight(self) -> Flight:
+        (one,) = self.router.flights.all()
+        return one
+
+    @property
+    def num_tasks(self) -> int:
+        return len(self.router._lifecycle._tasks)
+
+
+@pytest.fixture
+async def testbed() -> AsyncIterator[Testbed]:
+    made = await Testbed().open()
+    yield made
+    made.router.flights.check_integrity()
+    for task in list(made.router._lifecycle._tasks):
+        task.cancel()
+    await turns()
+
+
+async def turns(count: int = 8) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+async def test_its_run_leaves_at_once_and_an_accept_hands_it_over_without_any_task(testbed: Testbed) -> None:
+    testbed.ask()
+    (run,) = testbed.runs()
+    assert _runs.decode(run.payload).request_id == "default:a"
+    assert (testbed.flight.in_doubt, testbed.flight.awaiting_worker_id) == (True, run.subject.split(".")[-2])
+    testbed.answer(run, ACCEPTED)
+    await asyncio.sleep(0)
+    assert testbed.flight.worker_id == run.subject.split(".")[-2]
+    assert (testbed.flight.in_doubt, testbed.flight.awaiting_worker_id) == (False, None)
+    assert testbed.num_tasks == 0
+
+
+async def test_after_a_refusal_another_worker_gets_it(testbed: Testbed) -> None:
+    testbed.ask()
+    (first,) = testbed.runs()
+    testbed.answer(first, BUSY)
+    await turns()
+    (second,) = testbed.runs()
+    assert second.subject != first.subject
+    assert _runs.decode(second.payload).attempt == 2
+    testbed.answer(second, ACCEPTED)
+    await turns()
+    assert testbed.flight.worker_id == second.subject.split(".")[-2]
+    assert testbed.num_tasks == 0
+
+
+async def test_an_accept_that_is_late_is_revoked_and_not_taken_for_one_anymore(testbed: Testbed) -> None:
+    testbed.ask()
+    (run,) = testbed.runs()
+    (sent,) = testbed.router._lifecycle._sent.values()
+    testbed.router._lifecycle.tick(sent.sent_at + limits.ACCEPT_TIMEOUT_S - 0.01)
+    assert testbed.num_tasks == 0
+    sent.sent_at -= limits.ACCEPT_TIMEOUT_S
+    testbed.router._lifecycle.tick(sent.sent_at + limits.ACCEPT_TIMEOUT_S)
+    async with asyncio.timeout(5):
+        while not (asked := [one for one in testbed.broker.take() if one.subject.endswith(".control")]):
+            await asyncio.sleep(0)
+    assert _drops.decode(asked[0].payload).op == "drop"
+    testbed.answer(run, ACCEPTED)
+    await turns()
+    assert testbed.flight.worker_id is None
+    testbed.broker.deliver("_INBOX.router.*", asked[0].reply, codec.encode(internal.ControlReply(ok=True)))
+    await turns()
+    assert len(testbed.runs()) == 1
+
+
+async def test_one_that_has_to_wait_for_its_turn_gets_a_task(testbed: Testbed) -> None:
+    for number in range(8):
+        testbed.ask(f"r{number}")
+    num_waiting = 8 - len(testbed.runs())
+    assert num_waiting > 0
+    assert testbed.num_tasks == num_waiting
+    await turns()
+    assert testbed.router._queue.depths() == {"demo": num_waiting}
+
+
+async def test_a_cancel_that_comes_before_the_accept_reaches_the_worker(testbed: Testbed) -> None:
+    testbed.ask()
+    (run,) = testbed.runs()
+    assert testbed.router._lifecycle.cancel("default:a", "demo")
+    testbed.answer(run, ACCEPTED)
+    await asyncio.sleep(0)
+    assert [one.subject for one in testbed.broker.take()] == [NAMES.cancel("a", "default", "demo")]
+
+
+async def test_an_accept_after_the_workers_own_report_of_the_end_changes_nothing(testbed: Testbed) -> None:
+    testbed.ask()
+    (run,) = testbed.runs()
+    testbed.router.flights.remove(testbed.flight)
+    testbed.answer(run, ACCEPTED)
+    await turns()
+    assert (len(testbed.router.flights), testbed.num_tasks, testbed.broker.take()) == (0, 0, [])
+
+
+async def test_one_whose_id_runs_in_the_same_inbox_ends_silently(testbed: Testbed) -> None:
+    testbed.ask()
+    (run,) = testbed.runs()
+    testbed.answer(run, msgspec.structs.replace(BUSY, same_reply=True))
+    await turns()
+    assert (len(testbed.router.flights), testbed.broker.take()) == (0, [])
+
+
+async def test_a_router_that_drains_waits_for_the_answer(testbed: Testbed) -> None:
+    testbed.ask()
+    (run,) = testbed.runs()
+    draining = asyncio.create_task(testbed.router.drain())
+    await turns()
+    assert not draining.done()
+    testbed.answer(run, ACCEPTED)
+    await turns()
+    assert draining.done()
+
+
+async def test_a_bug_while_it_is_placed_ends_it_in_internal(testbed: Testbed, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(testbed.router._queue, "place_at_once", lambda *arguments: 1 / 0)
+    testbed.ask()
+    (terminal,) = testbed.terminals()
+    assert terminal.error
+    assert terminal.error.code is errors.Code.INTERNAL
+    assert len(testbed.router.flights) == 0
+
+
+async def test_a_bug_while_its_accept_is_read_ends_it_in_internal(
+    testbed: Testbed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    testbed.ask()
+    (run,) = testbed.runs()
+    monkeypatch.setattr(testbed.router.fleet, "is_lost", lambda card: 1 / 0)
+    testbed.answer(run, ACCEPTED)
+    await asyncio.sleep(0)
+    (terminal,) = testbed.terminals()
+    assert terminal.error
+    assert terminal.error.code is errors.Code.INTERNAL
+
+
+async def test_what_no_worker_would_accept_is_refused_at_once() -> None:
+    testbed = await Testbed(tenant_limits=TenantLimits(tokens_per_minute=4)).open()
+    testbed.ask("a", max_tokens=2)
+    testbed.ask("b", max_tokens=2)
+    testbed.ask("c", token_ids=[1] * 600)
+    codes = [one.error.code for one in testbed.terminals() if one.error]
+    assert codes == [errors.Code.OVERLOADED, errors.Code.PROMPT_TOO_LONG]
+    assert (len(testbed.router.flights), testbed.num_tasks) == (1, 0)
