@@ -37,13 +37,13 @@ BENCHMARKS: dict[str, tuple[tuple[str, ...], tuple[Figure, ...]]] = {
     "frontend_cpu": (
         ("--rounds", "3"),
         (
-            Figure("frontend CPU, µs a token", r"front\w* +([\d.]+)"),
-            Figure("client CPU, µs a token", r"client +([\d.]+)"),
+            Figure("frontend CPU, µs a token", r"front[\w, ]* +([\d.]+)"),
+            Figure("client CPU, µs a token", r"client[\w, ]* +([\d.]+)"),
         ),
     ),
     "frontend_cpu:8": (
         ("--streams", "8", "--rounds", "6"),
-        (Figure("frontend CPU, 8 streams, µs a token", r"front\w* +([\d.]+)"),),
+        (Figure("frontend CPU, 8 streams, µs a token", r"front[\w, ]* +([\d.]+)"),),
     ),
     "choice": (
         ("--workers", "64"),

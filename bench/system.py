@@ -132,10 +132,16 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
 
 
+def main_thread_seconds(pid: int) -> float:
+    """Returns the CPU seconds that a process's main thread has used so far, exact to a microsecond."""
+    return int(Path(f"/proc/{pid}/schedstat").read_text().split()[0]) / 1e9
+
+
 def start(log_path: Path, *arguments: str, python: Path = Path(sys.executable)) -> "subprocess.Popen[bytes]":
     with log_path.open("ab") as log:
         return subprocess.Popen(
             [python, "-m", "tokenbus.cli.start", *arguments],
+            env={**os.environ, "PYTHONSAFEPATH": "1"},  # or this folder's code would run, whichever Python it is
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
