@@ -106,6 +106,11 @@ class LoadPlan:
         """The memory of all models that are not unloaded."""
         return sum(one.num_bytes for one in self._models.values() if one.state is not LoadState.UNLOADED)
 
+    @property
+    def has_wanted(self) -> bool:
+        """Whether a model has been requested and not loaded since. Otherwise `next_action` needs no free memory."""
+        return any(one.wanted_since is not None for one in self._models.values())
+
     def take(self, num_bytes: int) -> bool:
         """Takes memory out of the budget for a model loaded alongside these; returns whether there was enough."""
         # a budget of 0 would mean no limit

@@ -328,7 +328,7 @@ class OnDemandModels:
     def _act(self, now: float) -> None:
         for name, replica in self._replicas.items():
             self._plan.used(name, idle_since=replica.idle_since)
-        while (action := self._plan.next_action(now, device_memory.free_host_bytes())) is not None:
+        while (action := self._plan.next_action(now, self._free_bytes())) is not None:
             match action:
                 case LoadStep(name):
                     self._began_at[name] = now
@@ -340,6 +340,10 @@ class OnDemandModels:
                     self._metrics.model_unloads.labels(name, replica.worker_id, reason).inc()
                     self._log.info("model_unloading", worker_id=replica.worker_id, model=name, reason=reason)
                     self._start_unloading(replica)
+
+    def _free_bytes(self) -> int:
+        """Returns the machine's free memory; 0 while it does not matter, since reading it takes a millisecond."""
+        return device_memory.free_host_bytes() if self._plan.has_wanted else 0
 
     def _start_unloading(self, replica: OnDemandReplica) -> None:
         # the plan is told when its engine ends, however that happens

@@ -139,6 +139,19 @@ def test_a_model_that_nobody_asks_for_any_more_is_not_loaded() -> None:
     assert plan.state_of("b") is LoadState.LOADED
 
 
+def test_free_memory_is_needed_only_while_a_model_is_wanted() -> None:
+    plan = plan_of(100, idle_unload_s=60.0, a=50, b=20)
+    assert not plan.has_wanted
+    plan.want("a", 0.0)
+    assert plan.has_wanted
+    assert plan.next_action(0.1, PLENTY) == LoadStep("a")
+    assert not plan.has_wanted
+    plan.loaded("a", 1.0)
+    plan.want("a", 1.5)
+    assert not plan.has_wanted
+    assert plan.next_action(62.0, 0) == Unload("a", "idle")
+
+
 def test_an_idle_model_is_unloaded_after_its_time_and_not_before() -> None:
     plan = plan_of(0, 60.0, a=10, b=10)
     load(plan, "a", 1.0)
