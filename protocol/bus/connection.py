@@ -154,10 +154,15 @@ class Connection:
 
     def publish_all(self, messages: Sequence[bus.Outgoing]) -> None:
         self._require_room()
-        commands = []
+        commands, max_payload = [], self._client.max_payload
         for one in messages:
+            payload = one.payload
             try:
-                commands.append(self._to_command(one.subject, one.payload, one.reply, one.headers))
+                if one.headers is None and len(payload) <= max_payload:  # nearly always
+                    address = _to_address(one.subject, one.reply)
+                    commands.append(b"PUB %b%d\r\n%b\r\n" % (address, len(payload), payload))
+                else:
+                    commands.append(self._to_command(one.subject, payload, one.reply, one.headers))
             except BadSubjectError as error:
                 self._log.error("nats_error", error=str(error))
         self._client.enqueue(b"".join(commands))

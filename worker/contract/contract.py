@@ -346,6 +346,9 @@ class ContractError(AssertionError):
     """An engine broke one of the rules above."""
 
 
+_NOTHING = engine_output.Output()
+
+
 class StreamValidator:
     """A sink that checks every output of a request before passing it on. It is used in tests, and in production with
     TOKENBUS_DEBUG=1."""
@@ -363,6 +366,8 @@ class StreamValidator:
     def __call__(self, output: engine_output.Output) -> None:
         """Raises ContractError."""
         self._require(self._terminal is None, "an output after the terminal")
+        rest = msgspec.structs.replace(output, token_ids=[], text="", is_plain=False)
+        self._require(not output.is_plain or rest == _NOTHING, "a plain output with more than tokens and text")
         self._check_resumed(output)
         self._check_prompt_logprobs(output)
         self._num_tokens += len(output.token_ids)

@@ -80,6 +80,10 @@ class Output(msgspec.Struct, frozen=True, kw_only=True):
     resumed_parts: dict[int, AnswerParts] = {}
     """The reasoning and tool calls that came with resumed tokens, by the token's index among them."""
 
+    is_plain: bool = False
+    """Whether its maker knows that it is tokens and their text, and nothing else. Most outputs are, and take a shorter
+    way."""
+
     @property
     def is_resumed(self) -> bool:
         """Whether it carries the resumed tokens of a completion rather than new ones."""

@@ -363,8 +363,8 @@ class EngineClient:
         self._sequences.report_progress(report.progress)
         self._sequences.report_scored(report.scored)
         # before any sink runs: regardless of what a sink does, these survived the step
+        attribution.step_succeeded(self, (output.seq_no for output in report.outputs))
         for output in report.outputs:
-            attribution.step_succeeded(self, output.seq_no)
             if output.finish_reason is EngineFinishReason.CONSTRAINT_FAILED:
                 self.listener.constraint_given_up()
         ended, seconds_to_count = self._sequences.advance(report.outputs, now)

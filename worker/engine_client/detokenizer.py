@@ -180,17 +180,28 @@ class Detokenizer:
 
     def push(self, token_id: int) -> Text:
         """Counts a token and adds its text; looks for stop strings once there are more than `min_tokens`."""
-        self.num_tokens += 1
-        text = self._decode(self._token_bytes[token_id])
+        text = self.decode(token_id)
         return self._matcher.push(text) if self.num_tokens > self._min_tokens else Text(text)
+
+    def decode(self, token_id: int) -> str:
+        """Counts a token and returns the text that it completes, without a look at stop strings."""
+        self.num_tokens += 1
+        # takes half as long as `codecs.getincrementaldecoder`, which does the same in Python
+        data = self._token_bytes[token_id]
+        if self._partial:
+            data = self._partial + data
+        text, used = codecs.utf_8_decode(data, "replace")
+        self._partial = data[used:]
+        return text
 
     def push_all(self, token_ids: Sequence[int]) -> list[str]:
         """Adds tokens and returns the text of each, up to the first that completes a stop string: if one does, there
         are fewer texts than tokens, and no more can be added."""
-        texts = [self._decode(self._token_bytes[token_id]) for token_id in token_ids]
-        unmatched = max(0, self._min_tokens - self.num_tokens)
+        before = self.num_tokens
+        texts = [self.decode(token_id) for token_id in token_ids]
+        unmatched = max(0, self._min_tokens - before)
         texts = texts[:unmatched] + self._matcher.push_all(texts[unmatched:])
-        self.num_tokens += len(texts)
+        self.num_tokens = before + len(texts)
         return texts
 
     def count_hidden_token(self) -> None:
@@ -202,10 +213,3 @@ class Detokenizer:
         rest = codecs.utf_8_decode(self._partial, "replace", True)[0]
         self._partial = b""
         return self._matcher.flush() + rest
-
-    def _decode(self, data: bytes) -> str:
-        # takes half as long as `codecs.getincrementaldecoder`, which does the same in Python
-        data = self._partial + data
-        text, used = codecs.utf_8_decode(data, "replace")
-        self._partial = data[used:]
-        return text

@@ -66,9 +66,9 @@ class CrashAttribution:
         """Notes that from now on steps contain no other sequence of any replica."""
         self._isolated = (replica, number)
 
-    def step_succeeded(self, replica: object, number: int) -> None:
-        """Notes that a sequence survived a step, which ends its isolation."""
-        if self._isolated == (replica, number):
+    def step_succeeded(self, replica: object, numbers: Iterable[int]) -> None:
+        """Notes that these sequences survived a step, which ends the isolation of one."""
+        if self._isolated is not None and self._isolated[0] is replica and self._isolated[1] in numbers:
             self._isolated = None
 
     def memory_poisoned(self, replica: object, numbers: Iterable[int]) -> None:

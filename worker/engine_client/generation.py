@@ -132,6 +132,8 @@ class Generation:
         self._sink = sink
         self._detokenizer = Detokenizer(token_bytes, request.stop, request.sampling.min_tokens)
         self._reader = reader
+        self._is_plain = reader is None and not request.stop
+        """Whether a token adds its text and nothing else, unless it is the last one."""
         self.accepted_at = accepted_at
         self._elapsed_ms = 0.0
         """The completion's age when it was accepted here."""
@@ -237,12 +239,21 @@ class Generation:
             self._ending = _Ending(messages.FinishReason.LENGTH)
             self._complete(engine_output.Output(), now)
             return True
-        text, count = self._add_texts(output.token_ids, output.finish_reason)
         token_ids, logprobs = output.token_ids, output.logprobs
+        if self._is_plain and len(token_ids) == 1 and output.finish_reason is None:  # nearly always
+            text, count = self._detokenizer.decode(token_ids[0]), 1
+        else:
+            text, count = self._add_texts(token_ids, output.finish_reason)
         if count < len(token_ids):
             token_ids, logprobs = token_ids[:count], logprobs[:count]
         self.sampled.extend(token_ids)
-        made = engine_output.Output(token_ids=token_ids, text=text, logprobs=logprobs, first_token=first_token)
+        made = engine_output.Output(
+            token_ids=token_ids,
+            text=text,
+            logprobs=logprobs,
+            first_token=first_token,
+            is_plain=self._is_plain and first_token is None and not logprobs and self._ending is None,
+        )
         if self._ending is None:
             self._hand_out(made)
             return self.has_ended or self._sink_failed  # its sink may have cancelled it
@@ -289,9 +300,6 @@ class Generation:
 
     def _add_texts(self, token_ids: list[int], finish_reason: EngineFinishReason | None) -> tuple[str, int]:
         """Counts tokens up to the one that completes the generation; returns their text and number."""
-        if len(token_ids) == 1:  # nearly always
-            text, self._ending = self._add_text(token_ids[0], finish_reason)
-            return text, 1
         text, last = "", len(token_ids) - 1
         for place, token_id in enumerate(token_ids):
             more, self._ending = self._add_text(token_id, finish_reason if place == last else None)

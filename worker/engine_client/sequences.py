@@ -4,7 +4,6 @@ A sequence is open until its stream ends. If the engine ended it, it is gone. If
 stop string or a cancel, the client aborts the sequence: it is then being released until the engine reports its end.
 Both kinds count against the engine's capacity, since the engine frees a lane only with that report."""
 
-from collections import Counter
 from collections.abc import Callable, Mapping
 
 from tokenbus.protocol.wire import block_hash
@@ -83,11 +82,14 @@ class OpenSequences:
     @property
     def num_computing(self) -> int:
         """The number of sequences that keep the engine busy; those waiting for their constraints do not."""
-        return self.num_given - sum(not is_at_it for is_at_it in self._compiling.values())
+        num_given = self.num_given
+        return num_given - sum(not is_at_it for is_at_it in self._compiling.values()) if self._compiling else num_given
 
     @property
     def held_tokens(self) -> int:
         """Tokens of held-back prompts, except those that another worker computes."""
+        if not self._held:  # nearly always
+            return 0
         held = [self._generations[number] for number in self._held]
         return sum(len(one.request.token_ids) + len(one.sampled) for one in held if not one.request.has_remote_prefill)
 
@@ -173,23 +175,28 @@ class OpenSequences:
         Returns those that ended, and how many requests got a token, by the seconds since their previous one. Requests
         that step together mostly got their previous token together too, so there is usually one such time."""
         ended: list[Generation] = []
-        last_token_counts: Counter[float] = Counter()
+        counts: dict[float, int] = {}
+        generations, previous, count = self._generations, now, 0
         for output in outputs:
+            number = output.seq_no
             if output.finish_reason is not None:
-                self._releasing.discard(output.seq_no)
-                self._compiling.pop(output.seq_no, None)
-            generation = self._generations.get(output.seq_no)
+                self._releasing.discard(number)
+                self._compiling.pop(number, None)
+            generation = generations.get(number)
             if generation is None:
                 continue
-            if generation.last_token_at is not None and output.token_ids:
-                last_token_counts[generation.last_token_at] += 1
-            if generation.advance(output, now) and output.seq_no in self._generations:  # else its sink has aborted it
+            if output.token_ids and (last := generation.last_token_at) is not None:
+                if last != previous:
+                    counts[previous], previous, count = count, last, counts.get(last, 0)
+                count += 1
+            if generation.advance(output, now) and number in generations:  # else its sink has aborted it
                 ended.append(generation)
                 if output.finish_reason is None:
-                    self._release(output.seq_no)
+                    self._release(number)
                 else:
-                    self._remove(output.seq_no)
-        return ended, {now - last: count for last, count in last_token_counts.items()}
+                    self._remove(number)
+        counts[previous] = count
+        return ended, {now - last: count for last, count in counts.items() if count}
 
     def lose_engine(self, attribution: CrashAttribution, replica: object) -> list[Generation]:
         """Counts the engine's death against every open sequence that may have caused it.

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from tokenbus.protocol.bus.bus import Bus, OutboundBufferLimitError, Outgoing
 from tokenbus.protocol.wire import codec, limits, messages, subjects
 from tokenbus.worker.broker.announcer import Announcer
-from tokenbus.worker.broker.event_log import Ends, SampledTokens
+from tokenbus.worker.broker.event_log import NO_ENDS, Ends, SampledTokens
 from tokenbus.worker.contract import engine_output
 from tokenbus.worker.streams.request_telemetry import StreamTelemetry, has_failed
 from tokenbus.worker.streams.stream import WorkerStream
@@ -101,8 +101,11 @@ class Outbox:
         self._replace_too_large()
         chunks = [outgoing for _, _, outgoing in self._waiting]
         ended = [(stream, chunk) for stream, chunk, _ in self._waiting if chunk.finish_reason is not None]
-        failed = [stream.key for stream, terminal in ended if has_failed(terminal)]
-        if not self._announcer.publish_step(self._sampled, chunks, Ends([stream.key for stream, _ in ended], failed)):
+        ends = NO_ENDS
+        if ended:
+            failed = [stream.key for stream, terminal in ended if has_failed(terminal)]
+            ends = Ends([stream.key for stream, _ in ended], failed)
+        if not self._announcer.publish_step(self._sampled, chunks, ends):
             return False
         self._waiting, self._sampled = [], []
         for stream, terminal in ended:
@@ -118,7 +121,7 @@ class Outbox:
     def _replace_too_large(self) -> None:
         """Puts a terminal in place of each chunk that does not fit in a message, and of its stream's later chunks."""
         room_bytes = self.room_bytes
-        if all(len(outgoing.payload) <= room_bytes for _, _, outgoing in self._waiting):
+        if max([len(outgoing.payload) for _, _, outgoing in self._waiting], default=0) <= room_bytes:
             return
         fitting: list[tuple[WorkerStream, messages.Chunk, Outgoing]] = []
         ended: set[WorkerStream] = set()
@@ -140,5 +143,5 @@ class Outbox:
 
 def _to_message(stream: WorkerStream, chunk: messages.Chunk, gone_suffix: str = "") -> Outgoing:
     headers = codec.error_headers(chunk.error) if chunk.error else None
-    payload = codec.encode(chunk, stream.run.encoding)
-    return Outgoing(stream.run.reply, payload, stream.gone_subject + gone_suffix, headers)
+    run = stream.run
+    return Outgoing(run.reply, codec.encode(chunk, run.encoding), stream.gone_subject + gone_suffix, headers)

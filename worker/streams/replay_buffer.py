@@ -107,10 +107,14 @@ class _Track:
         token belongs to the last token added."""
         start = len(self.data)
         self.data += text.encode()
+        ends = self.ends
+        if num_tokens == 1:  # nearly always
+            ends.append(len(self.data))
+            return
         for _ in range(num_tokens):
-            self.ends.append(start)
-        if self.ends:
-            self.ends[-1] = len(self.data)
+            ends.append(start)
+        if ends:
+            ends[-1] = len(self.data)
 
     def extend(self, texts: Sequence[str]) -> None:
         """Adds a token for each text."""
@@ -229,6 +233,16 @@ class ReplayBuffer:
         self._token_ids.extend(token_ids)
         self._text.append(len(token_ids), text)
         return packed
+
+    def append_text(self, token_ids: Sequence[int], text: str) -> tuple[int, int]:
+        """Adds at least one token, with nothing but text, where no log probabilities are kept. Returns the offset of
+        the first one, and that of the text."""
+        offset, text_offset = len(self._token_ids), len(self._text.data)
+        if self._reasoning is not None or self._arguments is not None:
+            self._append_parts(len(token_ids), "", ())
+        self._token_ids.extend(token_ids)
+        self._text.append(len(token_ids), text)
+        return offset, text_offset
 
     def pack(self, logprobs: Sequence[engine_output.Logprob]) -> bytes:
         """Returns log probabilities in packed form, if they are kept."""

@@ -102,6 +102,9 @@ class WorkerStream:
         self._replay_buffer = ReplayBuffer(None if asked is None else min(asked, len(token_bytes)))
         self._prompt_scores = _make_prompt_scores(run.params, token_bytes)
         """None if no log probabilities of the prompt are wanted."""
+        self._wants_plain = self.is_streamed and asked is None and not run.params.return_token_ids
+        self._wants_plain &= self._prompt_scores is None
+        """Whether chunks between head and terminal carry text and nothing that the client has asked for."""
         self.last_logprobs = b""
         """The log probabilities of the last output in packed form, if any were asked for."""
         self.num_resumed = 0
@@ -121,6 +124,8 @@ class WorkerStream:
         """When the last chunk was made, in seconds of the caller's clock."""
         self.replayed_at = 0.0
         """When it was last replayed; 0 if never."""
+        self.is_open = False
+        """Whether it has been accepted and not yet forgotten."""
         self.max_tokens: int | None = None
         """The most tokens that it may have, once known."""
         self.max_reasoning_tokens: int | None = None
@@ -201,6 +206,17 @@ class WorkerStream:
 
     def chunk(self, output: engine_output.Output) -> messages.Chunk | None:
         """Returns the chunk that carries an engine's output, or None if the terminal will."""
+        if output.is_plain and self._wants_plain:
+            self.first_token_sent = True
+            offset, text_offset = self._replay_buffer.append_text(output.token_ids, output.text)
+            return messages.Chunk(
+                id=self._id,
+                attempt=self.run.attempt,
+                offset=offset,
+                tokens=len(output.token_ids),
+                text_offset=text_offset,
+                text=output.text,
+            )
         if output.progress is not None:
             return self.head(output.progress)
         if output.first_token is not None:

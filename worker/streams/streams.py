@@ -303,13 +303,12 @@ class Streams:
         stream.max_tokens = request.sampling.max_tokens
         if request.reasoning_limit is not None:
             stream.max_reasoning_tokens = request.reasoning_limit.max_tokens
-        sink: engine_output.Sink = partial(self._put, stream)
-        if self.settings.debug:
-            sink = StreamValidator(request, sink)
-        engine.generate(request, partial(self._guard, stream, sink))
+        check = StreamValidator(request, lambda output: None) if self.settings.debug else None
+        engine.generate(request, partial(self._take, stream, check))
         # if the id was used before, resyncs refer to the new stream from now on
         self._ended.pop(stream.key)
         self._streams[stream.key] = stream
+        stream.is_open = True
         self._none_open.clear()
         stream.slow = long_waits.BackoffTimer(self.settings.slow_wait_s)
         if run.remaining_ms is not None:
@@ -380,30 +379,30 @@ class Streams:
             raise errors.request_error(errors.Code.DUPLICATE_REQUEST)
         return serving
 
-    def _guard(self, stream: WorkerStream, sink: engine_output.Sink, output: engine_output.Output) -> None:
-        """The error boundary of a stream: a bug in it ends this stream with `internal`, and no other."""
+    def _take(self, stream: WorkerStream, check: StreamValidator | None, output: engine_output.Output) -> None:
+        """Takes what the engine puts out for a stream. It is the error boundary of the stream: a bug in it ends this
+        stream with `internal`, and no other."""
         # resumed tokens come before the stream is open, and an aborted engine request may still have outputs
-        if not output.is_resumed and (stream.terminal is not None or self._streams.get(stream.key) is not stream):
+        if (stream.terminal is not None or not stream.is_open) and not output.is_resumed:
             if output.finish_reason is messages.FinishReason.CANCELLED:
                 stream.last_words = output
             return
         if output.error is not None and stream.strand(output, time.monotonic()):
             return
         try:
-            sink(output)
+            if check is not None:
+                check(output)
+            if output.is_resumed:
+                stream.resume(output)
+            elif output.is_constraint_ready:
+                self._outbox.put_head(stream, time.monotonic())
+            else:
+                self._outbox.put(stream, output, time.monotonic())
         except Exception:  # outermost frame of a stream: in any case, its client gets a terminal
             self._telemetry.failed(stream)
             if output.is_resumed:  # the stream has not been accepted yet
                 raise errors.request_error(errors.Code.INTERNAL) from None
             self._outbox.fail(stream)
-
-    def _put(self, stream: WorkerStream, output: engine_output.Output) -> None:
-        if output.is_resumed:
-            stream.resume(output)
-        elif output.is_constraint_ready:
-            self._outbox.put_head(stream, time.monotonic())
-        else:
-            self._outbox.put(stream, output, time.monotonic())
 
     def _close(self, stream: WorkerStream) -> None:
         """Keeps a stream that has ended for a while, so that its client can ask for lost chunks."""
@@ -416,6 +415,7 @@ class Streams:
 
     def _forget(self, stream: WorkerStream) -> None:
         del self._streams[stream.key]
+        stream.is_open = False
         self._exchange.cancel(stream.key)
         if not self._streams:
             self._none_open.set()

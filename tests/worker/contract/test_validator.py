@@ -36,6 +36,17 @@ def terminal(
     return engine_output.Output(token_ids=list(token_ids), text="", finish_reason=reason, **(fields | changes))  # type: ignore[arg-type]
 
 
+FIRST = engine_output.FirstTokenStats(cached_tokens=0, queue_ms=0, prefill_ms=0)
+
+
+def first(output: engine_output.Output) -> engine_output.Output:
+    return msgspec.structs.replace(output, first_token=FIRST)
+
+
+def plain(output: engine_output.Output) -> engine_output.Output:
+    return msgspec.structs.replace(output, is_plain=True)
+
+
 def passed_on(
     *outputs: engine_output.Output, max_tokens: int = 3, min_tokens: int = 0, resumed: tuple[int, ...] = ()
 ) -> list[engine_output.Output]:
@@ -81,6 +92,7 @@ BAD = {
     "fewer than max_tokens": (token(1), terminal(LENGTH, 2, completion=2)),
     "stop and stop_match disagree": (terminal(STOP, 1, completion=1, stop_match=None),),
     "and stop_match disagree": (terminal(CANCELLED, completion=0, stop_match="x"),),
+    "more than tokens and text": (plain(token(1)), plain(first(token(2)))),
     "without timings": (token(1, 2), terminal(LENGTH, 3, completion=3, timings=None)),
 }
 
@@ -100,13 +112,6 @@ def test_a_stop_with_min_tokens_many_is_too_early_and_with_one_more_it_is_not() 
 
 def given(*token_ids: int, text: str = "xy", texts: tuple[str, ...] = ("x", "y")) -> engine_output.Output:
     return engine_output.Output(token_ids=list(token_ids), text=text, resumed_texts=list(texts))
-
-
-FIRST = engine_output.FirstTokenStats(cached_tokens=0, queue_ms=0, prefill_ms=0)
-
-
-def first(output: engine_output.Output) -> engine_output.Output:
-    return msgspec.structs.replace(output, first_token=FIRST)
 
 
 @pytest.mark.parametrize(

@@ -21,9 +21,9 @@ def test_an_isolated_sequence_is_the_only_suspect() -> None:
 def test_a_step_that_succeeds_ends_the_isolation() -> None:
     attribution = CrashAttribution()
     attribution.step_isolated(ONE, 1)
-    attribution.step_succeeded(OTHER, 1)
+    attribution.step_succeeded(OTHER, [1])
     assert not attribution.may_be_caused_by(OTHER, 1)
-    attribution.step_succeeded(ONE, 1)
+    attribution.step_succeeded(ONE, [1])
     assert attribution.may_be_caused_by(OTHER, 1)
 
 
