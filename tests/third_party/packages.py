@@ -13,6 +13,8 @@ import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from deploy import llama_cpp_wheel
+
 PINS = Path(__file__).parent / "packages"
 _TIMEOUT_S = 600
 
@@ -27,7 +29,9 @@ def environment(name: str) -> Path:
     with _made(name, pins.read_bytes()) as (folder, is_new):
         if is_new:
             _run([sys.executable, "-m", "venv", str(folder)])
-            _run([str(folder / "bin/pip"), "install", "-q", "-r", str(pins)])
+            # llama-cpp-python is the wheel that workers use, which takes minutes to compile
+            links = ["--find-links", str(llama_cpp_wheel.cache_folder(llama_cpp_wheel.VERSION))]
+            _run([str(folder / "bin/pip"), "install", "-q", *links, "-r", str(pins)])
     return folder / "bin"
 
 

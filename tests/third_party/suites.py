@@ -1,23 +1,21 @@
 """The suites: what each runs against a system, and how its results are read."""
 
 import json
-import os
 import shutil
-import subprocess
 import tempfile
 import urllib.error
 import urllib.request
 import xml.etree.ElementTree as xml
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tests.third_party import agents, packages
+from tests.third_party import agents, packages, scores
 from tests.third_party.judging import Outcome
+from tests.third_party.running import run
 from tests.third_party.serving import SCRIPTED, Served
 
 _CLIENTS = Path(__file__).parent / "clients"
-_TIMEOUT_S = 300
 _OPENAI = ("chat", "responses", "test_completions.py", "test_embeddings.py", "test_models.py", "test_responses.py")
 _ANTHROPIC = ("test_messages.py",)
 
@@ -33,16 +31,16 @@ class Suite(NamedTuple):
 def _resources(package: str, files: tuple[str, ...], url: Callable[[Served], str]) -> Callable[[Served], list[Outcome]]:
     """Returns what runs the tests of a library's resources, as they are published."""
 
-    def run(served: Served) -> list[Outcome]:
+    def run_suite(served: Served) -> list[Outcome]:
         source, programs = packages.source(package), packages.environment("sdks")
         with tempfile.TemporaryDirectory() as folder:
             report = Path(folder) / "report.xml"
             pytest = [str(programs / "python"), "-m", "pytest", "-q", "-o", "addopts=", "-p", "no:cacheprovider"]
             tests = [f"tests/api_resources/{name}" for name in files]
-            _run([*pytest, "--tb=line", f"--junitxml={report}", *tests], {"TEST_API_BASE_URL": url(served)}, source)
+            run([*pytest, "--tb=line", f"--junitxml={report}", *tests], {"TEST_API_BASE_URL": url(served)}, source)
             return list(_from_junit(report.read_bytes()))
 
-    return run
+    return run_suite
 
 
 def _from_junit(report: bytes) -> Iterator[Outcome]:
@@ -57,7 +55,7 @@ def _from_junit(report: bytes) -> Iterator[Outcome]:
 def _probe(served: Served) -> list[Outcome]:
     programs = packages.environment("sdks")
     probe = [str(programs / "canitoolcall"), "probe", "--base-url", served.base_url, "--model", SCRIPTED]
-    report = json.loads(_run([*probe, "--json", "-"]).stdout)
+    report = json.loads(run([*probe, "--json", "-"]).stdout)
     kinds = {False: "whole", True: "streamed"}
     return [
         Outcome(
@@ -84,7 +82,7 @@ def _schemathesis(served: Served) -> list[Outcome]:
         options += ["--report", ",".join(reports)]
         for kind, path in reports.items():
             options += [f"--report-{kind}-path", str(path)]
-        _run([program, "run", document, "--url", served.root_url, *options], folder=Path(folder))
+        run([program, "run", document, "--url", served.root_url, *options], folder=Path(folder))
         failures = json.loads(reports["json"].read_text())["failures"]
         cases = [*xml.parse(reports["junit"]).iter("testcase")]
         texts = [(case.get("name", ""), one.text or "") for case in cases for one in case.iter("failure")]
@@ -110,7 +108,7 @@ def _script(name: str, environment: str = "") -> Callable[[Served], list[Outcome
     """Returns what runs a script of `clients/`, in an environment of Python or by Node. It prints `ok NAME` or
     `not ok NAME: REASON` for each check."""
 
-    def run(served: Served) -> list[Outcome]:
+    def run_suite(served: Served) -> list[Outcome]:
         variables = {"BASE_URL": served.base_url, "ROOT_URL": served.root_url, "NATS_URL": served.nats}
         num_before = len(_cancelled(served))
         with tempfile.TemporaryDirectory() as folder:
@@ -121,7 +119,7 @@ def _script(name: str, environment: str = "") -> Callable[[Served], list[Outcome
             else:
                 program = "node"
                 (scripts / "node_modules").symlink_to(packages.node_modules("clients") / "node_modules")
-            done = _run([program, name], variables, scripts)
+            done = run([program, name], variables, scripts)
         found = list(_from_lines(done.stdout))
         if done.returncode:
             found.append(Outcome("end", False, f"exit status {done.returncode}: {done.stderr[-2_000:]}"))
@@ -129,7 +127,7 @@ def _script(name: str, environment: str = "") -> Callable[[Served], list[Outcome
             found.append(Outcome("cancel reaches the worker", len(_cancelled(served)) > num_before))
         return found
 
-    return run
+    return run_suite
 
 
 def _cancelled(served: Served) -> list[object]:
@@ -145,22 +143,6 @@ def _from_lines(output: str) -> Iterator[Outcome]:
             yield Outcome(name, False, detail)
 
 
-def _run(
-    command: list[str], variables: Mapping[str, str] | None = None, folder: Path | None = None
-) -> "subprocess.CompletedProcess[str]":
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | dict(variables or {})
-    return subprocess.run(
-        command,
-        cwd=folder,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=_TIMEOUT_S,
-        check=False,
-    )
-
-
 SUITES = {
     "openai-python": Suite(
         "openai-python's `tests/api_resources`", _resources("openai", _OPENAI, lambda served: served.base_url)
@@ -171,6 +153,7 @@ SUITES = {
     ),
     "canitoolcall": Suite("`canitoolcall probe`", _probe),
     "schemathesis": Suite("schemathesis, by the OpenAPI document", _schemathesis),
+    "lm-eval": Suite("lm-eval's multiple-choice tasks, as on llama-cpp-python's server", scores.run_tasks),
     "openai-client": Suite("`openai` (Python)", _script("openai_client.py", "sdks")),
     "open-responses": Suite("Open Responses, by its specification", _script("open_responses.py", "sdks")),
     "anthropic-client": Suite("`anthropic` (Python)", _script("anthropic_client.py", "sdks")),
