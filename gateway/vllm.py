@@ -97,6 +97,8 @@ class DetokenizeResponse(msgspec.Struct, frozen=True, kw_only=True):
     """The text of tokens."""
 
     prompt: str
+    content: str
+    """The same under llama-server's name."""
 
 
 class TokenizedPrompt(NamedTuple):
@@ -253,4 +255,5 @@ def _encode_info(reply: wire.TokenizeReply) -> bytes:
 
 
 def _encode_text(reply: wire.DetokenizeReply) -> bytes:
-    return msgspec.json.encode(DetokenizeResponse(prompt=reply.text or ""))
+    text = reply.text or ""
+    return msgspec.json.encode(DetokenizeResponse(prompt=text, content=text))

@@ -92,7 +92,8 @@ def test_replies_become_vllms() -> None:
     }
     back = vllm.DETOKENIZE.parse(b'{"model": "m", "tokens": [5, 6]}', {}, "r")
     assert back.request == messages.DetokenizeRequest(id="r", token_ids=[5, 6])
-    assert json.loads(back.encode(messages.DetokenizeReply(id="r", model="m", text="x"))) == {"prompt": "x"}
+    reply = messages.DetokenizeReply(id="r", model="m", text="x")
+    assert json.loads(back.encode(reply)) == {"prompt": "x", "content": "x"}
 
 
 def test_a_message_at_fault_has_its_place_in_the_clients_list() -> None:
