@@ -80,6 +80,8 @@ class AnswerChunk(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaults=
     """Log probabilities of the next tokens of the prompt, with `prompt_logprobs`."""
     progress: messages.Progress | None = None
     """Progress of the prompt's computation, with `return_progress`."""
+    sampling: messages.SamplingReport | None = None
+    """The parameters of sampling, in the first chunk and in the last one, with `return_sampling`."""
     load_progress: float | None = None
     """The share of the model that is loaded, 0 to 1, while a worker loads it."""
     id: str = ""
@@ -128,6 +130,8 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaults=True)
     """Log probabilities of all tokens, with `logprobs`."""
     prompt_logprobs: list[messages.PromptLogprob] = []
     """Log probabilities of the prompt's tokens, with `prompt_logprobs`."""
+    sampling: messages.SamplingReport | None = None
+    """The parameters of sampling, with `return_sampling`."""
 
     def to_message(self) -> ChatMessageFields:
         """Returns the answer as the assistant's turn in the conversation's next request."""
@@ -206,6 +210,7 @@ class AnswerBuilder:
             token_ids=[*self._token_ids],
             logprobs=[*self._logprobs],
             prompt_logprobs=[*self._prompt_logprobs],
+            sampling=end.sampling or None if end else None,
         )
 
 
@@ -233,6 +238,7 @@ def chunk_of(chunk: messages.Chunk) -> AnswerChunk:
         logprobs=chunk.logprobs or [],
         prompt_logprobs=chunk.prompt_logprobs or [],
         progress=chunk.progress or None,
+        sampling=chunk.sampling or None,
         load_progress=None if chunk.load_progress is msgspec.UNSET else chunk.load_progress,
         id=chunk.id,
         model=chunk.model or None,

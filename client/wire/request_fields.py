@@ -106,6 +106,7 @@ class GenerateFields(TypedDict, total=False):
     grammar: str | None
     lora: Sequence[LoraFields] | None
     return_token_ids: bool | None
+    return_sampling: bool | None
     return_progress: bool | None
     cache_prompt: bool | None
     cache_salt: str | None

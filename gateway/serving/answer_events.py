@@ -51,6 +51,12 @@ class PromptComputed(NamedTuple):
     """Tokens done so far, cached ones included."""
 
 
+class SamplingChosen(NamedTuple):
+    """The worker has filled in what the request left open about sampling. Only if the request asked for this."""
+
+    sampling: messages.SamplingReport
+
+
 class TokensCounted(NamedTuple):
     """The number of sampled tokens so far. Only if the reader counts them."""
 
@@ -95,7 +101,15 @@ class AnswerEnded(NamedTuple):
 
 
 AnswerEvent = (
-    PromptComputed | PromptScored | TokensCounted | TokensSampled | PartStarted | PartGrew | PartEnded | AnswerEnded
+    PromptComputed
+    | SamplingChosen
+    | PromptScored
+    | TokensCounted
+    | TokensSampled
+    | PartStarted
+    | PartGrew
+    | PartEnded
+    | AnswerEnded
 )
 
 
@@ -111,6 +125,8 @@ class AnswerEventReader:
         self.token_ids: list[int] = []
         """The ids of all tokens, if requested."""
         self.prompt_logprobs: list[messages.PromptLogprob] = []
+        self.sampling: messages.SamplingReport | None = None
+        """The parameters of sampling, if requested."""
         self.end: AnswerEnded | None = None
         """None until the answer has ended successfully."""
         self._open: AnswerPart | None = None
@@ -123,6 +139,9 @@ class AnswerEventReader:
     def read(self, chunk: messages.Chunk) -> list[AnswerEvent]:
         """Returns the events of the next chunk, as the client's `Stream` yields them: each once and in order."""
         events: list[AnswerEvent] = []
+        if chunk.sampling:
+            self.sampling = chunk.sampling
+            events.append(SamplingChosen(chunk.sampling))
         if chunk.progress:
             done = chunk.progress
             events.append(PromptComputed(done.prompt_tokens, done.cached_tokens, done.processed_tokens))

@@ -88,6 +88,25 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     """Completion tokens that belong to the reasoning, if the answer was parsed."""
 
 
+class SamplingReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The parameters with which the tokens of a request are sampled: its own, and those of the model where it left some
+    open."""
+
+    temperature: float
+    """Divides the logits before sampling; 0 always takes the likeliest token."""
+    top_p: float
+    """The same as in the request, like the rest."""
+    top_k: int
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    seed: int
+    """The random seed, also where the request gave none."""
+    max_tokens: int
+    """The most tokens of the completion, within the context."""
+
+
 class Timings(msgspec.Struct, frozen=True, kw_only=True):
     """Where the time of one request went, in ms, counted from the worker's accept."""
 
@@ -267,6 +286,8 @@ class Chunk(Message, frozen=True, kw_only=True):
     tool_calls: list[ToolCallDelta] | UnsetType = UNSET
     """New tool calls, and more of the last one. All of them are complete if the finish reason is `tool_calls`;
     otherwise the last one may be cut off."""
+    sampling: SamplingReport | UnsetType = UNSET
+    """The parameters of sampling, if asked for: in the head of each attempt and in the terminal."""
     load_progress: float | UnsetType = UNSET
     """The share of the model that is loaded, 0 to 1, in empty chunks that are sent while a worker loads it."""
     progress: Progress | UnsetType = UNSET

@@ -185,6 +185,8 @@ class GenerationParams(SamplingParams, frozen=True, kw_only=True, omit_defaults=
     """Whether reasoning and tool calls are told apart from the text of the answer to `messages`. true if absent."""
     return_token_ids: bool | None = None
     """Asks for `token_ids` in every chunk."""
+    return_sampling: bool | None = None
+    """Asks for `sampling` in the head of each attempt and in the terminal. Workers of earlier versions ignore this."""
     return_progress: bool | None = None
     """Asks for `progress` while the prompt is computed, and once when it is done, before the first token."""
     cache_prompt: bool | None = None

@@ -49,7 +49,7 @@ HIDDEN_REPLIES: Mapping[type, set[str]] = {
     messages.Chunk: {"attempt", "offset", "text_offset", "prompt_offset", "reasoning_offset", "error"},
     messages.EmbedReply: {"id", "error"},
     messages.RerankReply: {"id", "error"},
-    messages.TokenizeReply: {"id", "error"},
+    messages.TokenizeReply: {"id", "error", "continues"},
     messages.ServedModel: {"model", "workers", "summary", "engines", "engine_bytes", "since_ms"},
 }
 """Fields with which the library puts streams in order, or that it raises; a model's name is its `name`."""

@@ -71,6 +71,16 @@ async def test_token_ids_are_used_as_they_are_and_returned_when_asked_for(bare: 
         assert len(message["token_ids"]) == message["tokens"]
 
 
+async def test_the_sampling_that_was_used_can_be_used_again(bare: RawClient) -> None:
+    asked: dict[str, Any] = {"prompt": "hi", "max_tokens": 5, "return_sampling": True, "ignore_eos": True}
+    seen = await bare.ask(asked)
+    sampling = seen.messages[0]["sampling"]
+    assert sampling == seen.messages[-1]["sampling"]
+    assert (sampling["temperature"], sampling["top_p"], sampling["top_k"]) == (0.7, 0.9, 40)
+    assert (await bare.ask(asked | sampling | {"stream": False})).text == seen.text
+    assert all("sampling" not in message for message in (await bare.ask({"prompt": "hi", "max_tokens": 1})).messages)
+
+
 async def test_a_prompt_begins_with_bos_and_its_text_is_never_a_special_token(bare: RawClient) -> None:
     plain = await bare.ask({"prompt": "hi", "max_tokens": 1})
     special = await bare.ask({"prompt": "<|end|>", "max_tokens": 1})

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from tokenbus.protocol.wire import block_hash, codec, errors, internal, params, reasoning, subjects, tools
+from tokenbus.protocol.wire import block_hash, codec, errors, internal, messages, params, reasoning, subjects, tools
 from tokenbus.protocol.wire.checks import validation
 from tokenbus.protocol.wire.params import GenerationParams
 from tokenbus.worker.chat_format.answer_grammar import calls_grammar, reasoning_grammar
@@ -218,6 +218,12 @@ def resolve_sampling(
     biases = requested.logit_bias or {}
     values["logit_bias"] = tuple(sorted((int(token_id), bias) for token_id, bias in biases.items()))
     return engine_request.Sampling(**({"seed": secrets.randbits(32)} | values))
+
+
+def sampling_report(sampling: engine_request.Sampling) -> messages.SamplingReport:
+    """Returns what a client may learn about the sampling of its request."""
+    names = messages.SamplingReport.__struct_fields__
+    return messages.SamplingReport(**{name: getattr(sampling, name) for name in names})
 
 
 def _to_resumed(

@@ -128,6 +128,8 @@ class WorkerStream:
         """Whether it has been accepted and not yet forgotten."""
         self.max_tokens: int | None = None
         """The most tokens that it may have, once known."""
+        self.sampling: messages.SamplingReport | UnsetType = UNSET
+        """The parameters with which its tokens are sampled, if the client asked for them."""
         self.max_reasoning_tokens: int | None = None
         """The number of tokens after which its reasoning is closed, if limited."""
         self.first_token: internal.FirstToken | None = None
@@ -167,7 +169,7 @@ class WorkerStream:
         if not self.is_streamed or self.terminal is not None:
             return None
         empty = self._empty(self._replay_buffer.num_tokens, self._replay_buffer.text_bytes)
-        return codec.replace(empty, hash_scheme=self.hash_scheme, progress=progress)
+        return codec.replace(empty, hash_scheme=self.hash_scheme, progress=progress, sampling=self.sampling)
 
     @property
     def prompt_offset(self) -> int | UnsetType:
@@ -423,6 +425,7 @@ class WorkerStream:
             worker_id=self._worker_id,
             model=self._model,
             created=self.created,
+            sampling=self.sampling,
             usage=codec.unset_if_none(output.usage),
             timings=self._timings(output),
             stop_match=codec.unset_if_none(output.stop_match),

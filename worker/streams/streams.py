@@ -29,7 +29,7 @@ from tokenbus.worker.streams.early_cancels import EarlyCancels
 from tokenbus.worker.streams.liveness import ClientLiveness
 from tokenbus.worker.streams.outbox import Outbox
 from tokenbus.worker.streams.request_telemetry import StreamTelemetry
-from tokenbus.worker.streams.run_request import to_engine_request
+from tokenbus.worker.streams.run_request import sampling_report, to_engine_request
 from tokenbus.worker.streams.stranded import StrandedStreams
 from tokenbus.worker.streams.stream import WorkerStream
 
@@ -301,6 +301,8 @@ class Streams:
         token_bytes, stream_no = engine.token_bytes, next(self._stream_nos)
         stream = WorkerStream(run, announcer.model, announcer.worker_id, now, gone, token_bytes, scheme, stream_no)
         stream.max_tokens = request.sampling.max_tokens
+        if run.params.return_sampling:
+            stream.sampling = sampling_report(request.sampling)
         if request.reasoning_limit is not None:
             stream.max_reasoning_tokens = request.reasoning_limit.max_tokens
         check = StreamValidator(request, lambda output: None) if self.settings.debug else None

@@ -143,6 +143,7 @@ def _to_wire(
         tools=tools.functions or None,
         tool_choice=tools.choice,
         parallel_tool_calls=body.parallel_tool_calls,
+        return_sampling=True if None in (body.temperature, body.top_p) else None,
         reasoning=wishes.options,
         chat_template_kwargs=wishes.template_arguments,
         **common.fields,

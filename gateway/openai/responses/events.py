@@ -31,6 +31,7 @@ from tokenbus.gateway.serving.answer_events import (
     PartGrew,
     PartKind,
     PartStarted,
+    SamplingChosen,
 )
 from tokenbus.gateway.serving.dialect import loading_comment
 from tokenbus.protocol.wire import messages
@@ -95,6 +96,8 @@ class ResponseEncoder:
         """Returns the events of one chunk of the answer."""
         for event in events:
             match event:
+                case SamplingChosen(sampling):
+                    self._response = output.sampled(self._response, sampling)
                 case PartStarted(part):
                     self._begin()
                     self._end_item(is_cut=False)
@@ -149,7 +152,8 @@ class ResponseEncoder:
         assert answer.end is not None, answer
         is_cut = answer.end.finish_reason is messages.FinishReason.LENGTH
         items = [self._items.whole(part, is_cut=is_cut and part is answer.parts[-1]) for part in answer.parts]
-        return output.ended(self._response, items, answer.end, self._age_s())
+        response = self._response if answer.sampling is None else output.sampled(self._response, answer.sampling)
+        return output.ended(response, items, answer.end, self._age_s())
 
     def _begin(self) -> bool:
         """Adds the first events, unless already sent."""

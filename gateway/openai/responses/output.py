@@ -269,6 +269,17 @@ def begun(head: ResponseHead, body: ResponsesBody, tools: OfferedTools, token: s
     )
 
 
+def sampled(response: Response, sampling: messages.SamplingReport) -> Response:
+    """Returns the response with the sampling that the worker has chosen."""
+    return msgspec.structs.replace(
+        response,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+    )
+
+
 def _or_default(asked: float | None, default: float | None) -> float:
     value = default if asked is None else asked
     assert value is not None

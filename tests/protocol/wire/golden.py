@@ -151,6 +151,7 @@ PUBLIC: list[tuple[str, messages.Message]] = [
             stream=True,
             resume_from=messages.ResumeFrom(token_ids=[1, 2], hash_scheme="xxh3-64:m"),
             return_token_ids=True,
+            return_sampling=True,
             return_progress=True,
             routing=messages.RoutingOptions(worker_id="w1", policy="cost", explain=True),
         ),
@@ -209,6 +210,24 @@ PUBLIC: list[tuple[str, messages.Message]] = [
     (
         "progress",
         messages.Chunk(id="r-1", progress=messages.Progress(prompt_tokens=100, processed_tokens=64, cached_tokens=32)),
+    ),
+    (
+        "a head with the sampling",
+        messages.Chunk(
+            id="r-1",
+            worker_id="w1",
+            sampling=messages.SamplingReport(
+                temperature=0.5,
+                top_p=0.9,
+                top_k=40,
+                min_p=0.0,
+                repetition_penalty=1.0,
+                presence_penalty=0.0,
+                frequency_penalty=0.0,
+                seed=7,
+                max_tokens=100,
+            ),
+        ),
     ),
     (
         "a terminal at a stop string",

@@ -17,7 +17,12 @@ from tokenbus.protocol.wire.params import (
 from tokenbus.worker.contract import engine_output, engine_request
 from tokenbus.worker.settings.settings import FrontendSettings
 from tokenbus.worker.streams import replay_buffer
-from tokenbus.worker.streams.run_request import resolve_sampling, to_constraint, to_engine_request
+from tokenbus.worker.streams.run_request import (
+    resolve_sampling,
+    sampling_report,
+    to_constraint,
+    to_engine_request,
+)
 
 OWN = SamplingParams(temperature=0.3, top_p=0.8, top_k=20, min_p=0.1, max_tokens=50)
 
@@ -41,6 +46,11 @@ def test_a_request_without_settings_gets_the_wires_defaults() -> None:
     assert (sampling.repetition_penalty, sampling.repetition_last_n, sampling.has_penalties) == (1.0, 64, False)
     assert (sampling.presence_penalty, sampling.frequency_penalty) == (0.0, 0.0)
     assert (sampling.logit_bias, sampling.logprobs) == ((), None)
+
+
+def test_a_client_may_learn_of_all_that_was_filled_in() -> None:
+    report = sampling_report(resolved(defaults=OWN, top_p=0.5))
+    assert (report.top_p, report.temperature, report.max_tokens) == (0.5, OWN.temperature, OWN.max_tokens)
 
 
 def test_the_models_defaults_come_before_the_wires() -> None:

@@ -61,6 +61,35 @@ def encoded(*chunks: messages.Chunk, encoder: ResponseEncoder | None = None, **f
     return b"".join(sent)
 
 
+def test_a_response_shows_the_sampling_that_the_worker_has_chosen() -> None:
+    own = messages.SamplingReport(
+        temperature=0.25,
+        top_p=0.5,
+        top_k=1,
+        min_p=0.0,
+        repetition_penalty=1.0,
+        presence_penalty=0.125,
+        frequency_penalty=-0.5,
+        seed=7,
+        max_tokens=9,
+    )
+    shown = {"temperature": 0.25, "top_p": 0.5, "presence_penalty": 0.125, "frequency_penalty": -0.5}
+    head, end = messages.Chunk(id="r", sampling=own), chunk(messages.FinishReason.STOP, text="a")
+    events = decoded(encoded(head, end))
+    for event in (events[0], events[-1]):
+        assert {name: event["response"][name] for name in shown} == shown
+    reader = AnswerEventReader()
+    for one in (head, end):
+        reader.read(one)
+    whole = json.loads(parsed().encoder(HEAD).whole([reader]))
+    assert {name: whole[name] for name in shown} == shown
+
+
+def test_a_worker_is_asked_for_its_sampling_only_if_the_client_left_some_open() -> None:
+    assert parsed(temperature=0.5).requests[0].return_sampling is True
+    assert parsed(temperature=0.5, top_p=0.9).requests[0].return_sampling is None
+
+
 def decoded(sent: bytes) -> list[dict[str, Any]]:
     """The data of events, whose names and numbers are right."""
     *lines, rest = sent.decode().split("\n\n")

@@ -405,6 +405,7 @@ def test_everything_that_was_asked_goes_on_to_the_worker() -> None:
         "ignore_eos": True,
         "stream": False,
         "return_token_ids": True,
+        "return_sampling": True,
         "cache_prompt": False,
         "cache_salt": "salt",
         "cache_control": CacheControl(ttl_ms=0.0),
