@@ -50,7 +50,9 @@ async def serve(settings: GatewaySettings, read_settings: Callable[[], GatewaySe
         tracer = await stack.enter_async_context(tracing.exporting(settings.otlp_traces_endpoint, "gateway", name))
         tenants = await Tenants.create(connection, settings, tracer)
         stack.push_async_callback(tenants.gateway_client.close)
-        storage = StorageLimits(settings.stored_responses_s, settings.stored_responses_bytes)
+        storage = StorageLimits(
+            settings.stored_responses_s, settings.stored_responses_bytes, len(settings.keys.tenants)
+        )
         records = await Records.open(connection, settings.prefix, storage, measured)
         services = Services(
             limit=limit,
@@ -111,6 +113,7 @@ class Gateway:
         self._config.open_connections.limits = self._connection_limits(settings)
         self._config.timeout_graceful_shutdown = _shutdown_timeout_s(settings)
         self._services.aliases = settings.aliases
+        self._services.records.share_among(len(settings.keys.tenants))
         await self._services.tenants.set_keys(settings.keys)
 
     async def run(self, listening: socket.socket, broker: OwnedBus, stop: asyncio.Event) -> None:

@@ -35,7 +35,7 @@ def add_flags(parser: Parser) -> None:
     flag("--max-body-bytes", whole(1, metavar="BYTES"), "largest body of a completion")
     kept = "time for which responses of the Responses API are stored; 0: they are not"
     flag("--stored-responses-s", real(0, _MONTH_S, "SECONDS"), kept)
-    stored = "what stored responses may take, in the broker's JetStream or else in memory; the oldest make room"
+    stored = "what stored responses may take, in the broker's JetStream or else in memory; each tenant has a share"
     flag("--stored-responses-bytes", whole(0, metavar="BYTES"), stored)
     flag("--write-deadline-s", INTERVAL, "close the connection of a client that reads nothing for this long")
     flag("--grace-s", SECONDS, "time that open completions may take after SIGTERM", reloads=True)

@@ -39,8 +39,8 @@ class GatewaySettings:
     stored_responses_s: float = 24 * 3600.0
     """Seconds for which responses are stored for their clients; 0: nothing is stored."""
     stored_responses_bytes: int = 256 * 1024 * 1024
-    """The most bytes of stored responses, in the broker's JetStream or else in this process's memory; the oldest
-    make room. 0: nothing is stored."""
+    """The most bytes of stored responses, in the broker's JetStream or else in this process's memory. Each tenant has
+    an equal share, in which its oldest make room. 0: nothing is stored."""
     write_deadline_s: float = 30.0
     """A connection is closed if nothing, or less than 16 KiB, could be written to it for this many seconds."""
     status_page: status.StatusSettings = dataclasses.field(default_factory=status.StatusSettings)

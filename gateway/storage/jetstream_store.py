@@ -1,7 +1,10 @@
 """A store in a JetStream key-value bucket, which all gateways of a broker share.
 
 A record larger than a message is written in parts: the key `TENANT.NAME` has the first and the number of all, and is
-written last; `TENANT.NAME.1` and so on have the others. A record of which the bucket has dropped a part is gone."""
+written last; `TENANT.NAME.1` and so on have the others. A record of which the bucket has dropped a part is gone.
+
+JetStream drops the oldest messages of a bucket that is full, whoever's they are. With several tenants, the bucket never
+is: parts are small, and before a tenant writes more of them than its share has room for, its oldest go."""
 
 import asyncio
 import contextlib
@@ -17,6 +20,12 @@ from tokenbus.protocol.bus.connection import CancellationGuard, Connection
 from tokenbus.protocol.wire import limits, subjects
 
 _TIMEOUT_S = 2.0
+_SMALL_PART_BYTES = 8 * 1024
+"""The most bytes of a message where several tenants share the bucket: their messages are counted rather than their
+bytes, since JetStream can drop all messages of a subject but a number of them."""
+_FILLED = 0.85
+"""The part of a share that its messages may fill: the rest is for their subjects and headers, and for records that
+several gateways write at a time."""
 _COUNT_BYTES = 4
 """The number of parts, at the beginning of the first."""
 
@@ -35,10 +44,12 @@ class JetStreamStore:
         self, connection: Connection, bucket: str, storage: StorageLimits, timeout_s: float = _TIMEOUT_S
     ) -> None:
         """`timeout_s` is the time for one answer of the broker."""
+        self.limits = storage
         self._js: JetStreamContext = connection.jetstream(timeout_s)
         self._bucket = bucket
-        self._limits = storage
-        self._part_bytes = connection.max_payload - limits.MESSAGE_RESERVE_BYTES
+        self._max_part_bytes = connection.max_payload - limits.MESSAGE_RESERVE_BYTES
+        self._turns: dict[str, asyncio.Lock] = {}
+        """A tenant's records are written one at a time, or it would exceed its share meanwhile."""
         self._records = KeyValue(bucket, f"KV_{bucket}", f"$KV.{bucket}.", self._js, direct=True)
 
     def __repr__(self) -> str:
@@ -52,9 +63,12 @@ class JetStreamStore:
             try:
                 found = (await self._js.stream_info(f"KV_{self._bucket}")).config
             except js_errors.NotFoundError:
+                found = None
                 await self._js.add_stream(self._config(api.StreamConfig()))
+            await self._drop_oldest("-", keep=1)  # fails unless it is permitted
+            if found is None:
                 return True
-            if (found.max_age, found.max_bytes) != (self._limits.max_age_s, self._limits.max_bytes):
+            if (found.max_age, found.max_bytes) != (self.limits.max_age_s, self.limits.max_bytes):
                 await self._js.update_stream(self._config(found))
             return False
 
@@ -62,15 +76,35 @@ class JetStreamStore:
         size = self._part_bytes - _COUNT_BYTES
         parts = [record[start : start + size] for start in range(0, len(record), size)] or [b""]
         parts[0] = len(parts).to_bytes(_COUNT_BYTES) + parts[0]
-        try:
-            await self._put_all(_key(tenant, name), parts)
-        except js_errors.NoStreamResponseError:  # the bucket is gone, with everything in it
-            await self.open()
-            with _failing():
-                await self._put_all(_key(tenant, name), parts)
+        async with self._turns.setdefault(tenant, asyncio.Lock()):
+            try:
+                await self._put_all(tenant, name, parts)
+            except (
+                js_errors.NoStreamResponseError,
+                js_errors.NotFoundError,
+            ):  # the bucket and everything in it are gone
+                await self.open()
+                with _failing():
+                    await self._put_all(tenant, name, parts)
 
-    async def _put_all(self, key: str, parts: list[bytes]) -> None:
-        with _failing(passed=js_errors.NoStreamResponseError):
+    @property
+    def _part_bytes(self) -> int:
+        return min(self._max_part_bytes, _SMALL_PART_BYTES) if self.limits.num_tenants > 1 else self._max_part_bytes
+
+    async def _make_room(self, tenant: str, num_parts: int) -> None:
+        """Drops a tenant's oldest messages if it has no room for so many more."""
+        room = int(_FILLED * self.limits.share_bytes / self._part_bytes)
+        await self._drop_oldest(subjects.encode_name(tenant), keep=max(1, room - num_parts))
+
+    async def _drop_oldest(self, tenant: str, keep: int) -> None:
+        """Drops all but the newest messages of a tenant, whose name is encoded."""
+        await self._js.purge_stream(f"KV_{self._bucket}", subject=f"$KV.{self._bucket}.{tenant}.>", keep=keep)
+
+    async def _put_all(self, tenant: str, name: str, parts: list[bytes]) -> None:
+        key = _key(tenant, name)
+        with _failing(passed=(js_errors.NoStreamResponseError, js_errors.NotFoundError)):
+            if self.limits.num_tenants > 1:
+                await self._make_room(tenant, len(parts))
             for number in reversed(range(len(parts))):
                 await self._records.put(_part(key, number), parts[number])
 
@@ -107,10 +141,10 @@ class JetStreamStore:
             allow_direct=True,
             allow_rollup_hdrs=True,
             discard=api.DiscardPolicy.OLD,
-            max_age=self._limits.max_age_s,
-            max_bytes=self._limits.max_bytes,
+            max_age=self.limits.max_age_s,
+            max_bytes=self.limits.max_bytes,
             max_msgs_per_subject=1,
-            duplicate_window=min(known.duplicate_window or 120.0, self._limits.max_age_s),
+            duplicate_window=min(known.duplicate_window or 120.0, self.limits.max_age_s),
         )
 
 

@@ -5,19 +5,27 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
-_SHARES = 16
-"""A record may take up to this share of the store, so that no single one empties it."""
+_RECORDS = 16
+"""A record may take up to this part of a tenant's share, so that no single one empties it."""
+_ENTRY_BYTES = 512
+"""The memory that a record takes beside its bytes."""
 
 
 class StorageLimits(NamedTuple):
-    """The limits of a store; when it is full, the oldest records make room."""
+    """The limits of a store. Each tenant has an equal share; when that is used up, the tenant's oldest records make
+    room, and never another one's."""
 
     max_age_s: float
     max_bytes: int
+    num_tenants: int = 1
+
+    @property
+    def share_bytes(self) -> int:
+        return self.max_bytes // max(1, self.num_tenants)
 
     @property
     def max_record_bytes(self) -> int:
-        return self.max_bytes // _SHARES
+        return self.share_bytes // _RECORDS
 
 
 class StoreError(Exception):
@@ -29,6 +37,8 @@ class RecordStore(Protocol):
 
     place: str
     """`jetstream` or `memory`."""
+    limits: StorageLimits
+    """May be replaced while the store is open."""
 
     async def put(self, tenant: str, name: str, record: bytes) -> None:
         """Raises StoreError."""
@@ -54,32 +64,59 @@ class MemoryStore:
     place = "memory"
 
     def __init__(self, limits: StorageLimits, clock: Callable[[], float] = time.monotonic) -> None:
-        self._limits = limits
+        self.limits = limits
         self._clock = clock
-        self._entries: OrderedDict[tuple[str, str], _Entry] = OrderedDict()
-        self.num_bytes = 0
+        self._shares: dict[str, _Share] = {}
 
     def __repr__(self) -> str:
-        return f"<MemoryStore {len(self._entries)} records, {self.num_bytes} bytes>"
+        num_records = sum(len(share.entries) for share in self._shares.values())
+        return f"<MemoryStore {num_records} records, {self.num_bytes} bytes>"
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(share.num_bytes for share in self._shares.values())
 
     async def put(self, tenant: str, name: str, record: bytes) -> None:
-        self._drop((tenant, name))
-        self._entries[tenant, name] = _Entry(record, self._clock() + self._limits.max_age_s)
-        self.num_bytes += len(record)
-        while self._entries:
-            oldest = next(iter(self._entries))
-            if self.num_bytes <= self._limits.max_bytes and self._entries[oldest].expires_at > self._clock():
-                break
-            self._drop(oldest)
+        share, now = self._shares.setdefault(tenant, _Share()), self._clock()
+        share.drop(name)
+        share.add(name, _Entry(record, now + self.limits.max_age_s))
+        for one in list(self._shares.values()):
+            one.drop_expired(now)
+        while share.num_bytes > self.limits.share_bytes:
+            share.drop_oldest()
+        while self.num_bytes > self.limits.max_bytes:  # records of tenants that are gone
+            max(self._shares.values(), key=lambda one: one.num_bytes).drop_oldest()
+        self._shares = {tenant: share for tenant, share in self._shares.items() if share.entries}
 
     async def get(self, tenant: str, name: str) -> bytes | None:
-        entry = self._entries.get((tenant, name))
+        share = self._shares.get(tenant)
+        entry = None if share is None else share.entries.get(name)
         return entry.record if entry is not None and entry.expires_at > self._clock() else None
 
     async def delete(self, tenant: str, name: str) -> None:
-        self._drop((tenant, name))
+        if (share := self._shares.get(tenant)) is not None:
+            share.drop(name)
 
-    def _drop(self, key: tuple[str, str]) -> None:
-        entry = self._entries.pop(key, None)
+
+class _Share:
+    """The records of one tenant, the oldest first."""
+
+    def __init__(self) -> None:
+        self.entries: OrderedDict[str, _Entry] = OrderedDict()
+        self.num_bytes = 0
+
+    def add(self, name: str, entry: _Entry) -> None:
+        self.entries[name] = entry
+        self.num_bytes += len(entry.record) + _ENTRY_BYTES
+
+    def drop(self, name: str) -> None:
+        entry = self.entries.pop(name, None)
         if entry is not None:
-            self.num_bytes -= len(entry.record)
+            self.num_bytes -= len(entry.record) + _ENTRY_BYTES
+
+    def drop_oldest(self) -> None:
+        self.drop(next(iter(self.entries)))
+
+    def drop_expired(self, now: float) -> None:
+        while self.entries and next(iter(self.entries.values())).expires_at <= now:
+            self.drop_oldest()

@@ -17,13 +17,23 @@ class Records:
     def __init__(self, store: RecordStore | None, limits: StorageLimits, metrics: GatewayMetrics) -> None:
         """`store` is None if nothing is kept."""
         self.store = store
-        self.max_record_bytes = limits.max_record_bytes if store is not None else 0
-        """The most bytes of one record; 0: nothing is kept."""
+        self._limits = limits
         self._metrics = metrics
         self._is_failing = False
 
     def __repr__(self) -> str:
         return f"<Records {self.store!r}>"
+
+    @property
+    def max_record_bytes(self) -> int:
+        """The most bytes of one record; 0: nothing is kept."""
+        return 0 if self.store is None else self._limits.max_record_bytes
+
+    def share_among(self, num_tenants: int) -> None:
+        """Changes the number of tenants, each of which has an equal share."""
+        self._limits = self._limits._replace(num_tenants=num_tenants)
+        if self.store is not None:
+            self.store.limits = self._limits
 
     @classmethod
     async def open(

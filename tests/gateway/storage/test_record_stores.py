@@ -95,7 +95,38 @@ async def test_an_expired_record_is_gone_from_memory() -> None:
     clock.now = 10.0
     assert await store.get("acme", "resp_1") is None
     await store.put("acme", "resp_2", b"two")
-    assert store.num_bytes == 3
+    assert repr(store).startswith("<MemoryStore 1 records")
+
+
+async def test_what_a_tenant_writes_takes_nothing_from_another_one(make: MakeStore) -> None:
+    store = await make(DAY._replace(num_tenants=2))
+    quiet = {f"resp_{number}": bytes([number]) * 300_000 for number in range(6)}
+    for name, record in quiet.items():
+        await store.put("acme", name, record)
+    await asyncio.gather(*(store.put("globex", f"resp_{number}", bytes(200_000)) for number in range(60)))
+    assert {name: await store.get("acme", name) for name in quiet} == quiet
+    kept = [number for number in range(60) if await store.get("globex", f"resp_{number}") is not None]
+    assert 10 < len(kept) <= DAY.max_bytes // 2 // 200_000
+    assert kept == list(range(60 - len(kept), 60))
+
+
+async def test_a_tenant_whose_share_has_become_smaller_makes_room_with_its_next_record() -> None:
+    store = MemoryStore(StorageLimits(10.0, 40_000))
+    for number in range(3):
+        await store.put("acme", f"resp_{number}", bytes(10_000))
+    store.limits = store.limits._replace(num_tenants=2)
+    await store.put("acme", "resp_3", bytes(4_000))
+    found = [await store.get("acme", f"resp_{number}") for number in range(4)]
+    assert [one is not None for one in found] == [False, False, True, True]
+
+
+async def test_many_small_records_take_no_more_memory_than_few_large_ones() -> None:
+    store = MemoryStore(StorageLimits(10.0, 100_000))
+    for number in range(1_000):
+        await store.put("acme", f"resp_{number}", b"")
+    assert store.num_bytes <= 100_000
+    assert await store.get("acme", "resp_0") is None
+    assert await store.get("acme", "resp_999") == b""
 
 
 async def test_an_expired_record_is_gone_from_a_bucket(connection: nats.Connection) -> None:
