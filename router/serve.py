@@ -33,9 +33,10 @@ from tokenbus.router.requests.flights.flight import Flights
 from tokenbus.router.requests.flights.request_telemetry import FlightTelemetry
 from tokenbus.router.requests.flights.worker_client import AnyWorker, WorkerClient
 from tokenbus.router.requests.guardianship import Guardianship
-from tokenbus.router.requests.intake import Intake, PassingOn
+from tokenbus.router.requests.intake import Intake
 from tokenbus.router.requests.lifecycle import RequestLifecycle
 from tokenbus.router.requests.models import ModelCatalog
+from tokenbus.router.requests.passing_on import PassingOn
 from tokenbus.router.requests.queueing.model_loads import ModelLoads
 from tokenbus.router.requests.queueing.placement_queue import PlacementQueue, PolicySettings
 from tokenbus.router.requests.queueing.rate_limiter import RateLimiter

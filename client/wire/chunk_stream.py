@@ -21,6 +21,7 @@ _chunks = codec.Decoder(messages.Chunk)
 _resyncs = codec.Decoder(messages.ResyncReply)
 
 _SUBMIT_AGAIN_S = 0.2
+_CANCEL_AGAIN_S = 1.0
 MAX_UNREAD_BYTES = 4 * 1024 * 1024
 """Bytes of chunks, as received, that may wait for a slow reader. Beyond that the stream ends with an error. In memory
 they take about four times as much."""
@@ -88,6 +89,8 @@ class ChunkStream:
         self._unread_bytes = 0
         self._arrived = asyncio.Event()
         self._is_cancelled = False
+        self._cancel_again_at: float | None = None
+        """When the cancel is sent again if the stream has not ended by then."""
         self.is_uploading = False
         """Whether the request, or parts of it, are still unsent, so that no process can answer a resync."""
         self._ended = False
@@ -188,6 +191,10 @@ class ChunkStream:
             if _resyncs.decode(payload, self._encoding).found:
                 self._resync_timer.resync_answered(now)
 
+    def resync_unheard(self, now: float) -> None:
+        """Handles the broker's notice that nothing listened to a resync."""
+        self._resync_timer.resync_unheard(now)
+
     def tick(self, now: float, pause_s: float = 0.0) -> None:
         """Must be called several times a second; `pause_s` is the time for which the client itself was blocked."""
         if self._ended or self.is_uploading:
@@ -199,6 +206,8 @@ class ChunkStream:
                 again = self._continuation.in_time(self._submitted, now)
                 self.fail(again) if isinstance(again, errors.Error) else self._submit(again, now)
             return
+        if self._is_cancelled:
+            self._cancel_again(now)
         match self._resync_timer.poll(now):
             case Action.RESYNC:
                 self._transport.send_resync(self, self._reassembler.num_tokens, self._reassembler.prompt_offset)
@@ -332,6 +341,14 @@ class ChunkStream:
         # If it can't be sent, the worker itself notices that the inbox has no subscriber.
         with contextlib.suppress(ConnectionError, OutboundBufferLimitError):
             self._transport.send_cancel(self)
+
+    def _cancel_again(self, now: float) -> None:
+        """Sends the cancel once a second: it is lost if no router is left and the worker has not noticed yet."""
+        if self._cancel_again_at is not None and now >= self._cancel_again_at:
+            self._send_cancel()
+            self._cancel_again_at = None
+        if self._cancel_again_at is None:
+            self._cancel_again_at = now + _CANCEL_AGAIN_S
 
     def _finish(self) -> None:
         self._ended = True

@@ -25,6 +25,8 @@ _MAX_PAUSE_S = 0.5
 _RESYNC_SUFFIX = "-resync"
 """The end of a resync's reply subject: its answer is not a chunk."""
 _MAX_ORPHANS = 1_024
+_CANCEL_AGAIN_S = 2.0
+"""An abandoned stream that still sends chunks is cancelled this often: a cancel may get lost with the last router."""
 _ROUTERS_RETURN_S = 5.0
 """Routers that lost the broker when the client did are back at most this long after it. Until then a request without a
 listener is sent again."""
@@ -50,7 +52,7 @@ class Inbox:
         self._reply_tokens: dict[ChunkStream, str] = {}
         self._is_idle = asyncio.Event()
         self._is_idle.set()
-        self._orphans: TTLCache[bool] = TTLCache(ttl_s=10.0, capacity=_MAX_ORPHANS)
+        self._orphans: TTLCache[bool] = TTLCache(_CANCEL_AGAIN_S, _MAX_ORPHANS)
         """Ids of recently cancelled requests, so that none is cancelled again for each of its late chunks."""
         self._error: errors.Error | None = None
         """Why nothing can be received here."""
@@ -229,6 +231,8 @@ class Inbox:
         if stream is None:
             if not token.endswith(_RESYNC_SUFFIX):
                 self._cancel_orphan(message)
+        elif token.endswith(_RESYNC_SUFFIX) and bus.is_no_responders(message):
+            stream.resync_unheard(time.monotonic())
         elif token.endswith(_RESYNC_SUFFIX):
             stream.feed_resync(message.data, time.monotonic())
         elif bus.is_no_responders(message):

@@ -239,6 +239,9 @@ class Card(Message, frozen=True, kw_only=True, omit_defaults=True):
     loadable: bool = False
     """The model is not loaded, or is being unloaded, and a `load` without a `model` loads it. Meanwhile its state is
     `draining`, and it takes no requests. Until first loaded, it has no features, and its numbers are estimates."""
+    takes_passed_on: bool = False
+    """Whether routers pass cancels and resyncs of its streams on to its `control`. Without it, it hears those of all
+    clients."""
     load: Load | None = None
     """Its load; only in a `models` reply."""
     health: WorkerHealth | None = None

@@ -14,6 +14,8 @@ DEFAULT_TENANT = "default"
 DEFAULT_INBOX_PREFIXES = ("_INBOX",)
 TENANT_PLACEHOLDER = "{tenant}"
 """Placeholder in an inbox prefix for the tenant's name as a subject token."""
+NO_ROUTER = "="
+"""Stands in an `unguarded` subject for all routers: no router has this name as its subject token."""
 PROBE_SUFFIX = ":again"
 """Ends the `gone` subject of a chunk that was sent only to see whether the client is still there."""
 
@@ -246,6 +248,10 @@ class Subjects:
     def unguarded(self, model: str, worker_id: str, router_id: str) -> str:
         """Returns the reply subject of a worker's checks of one guardian."""
         return self.worker(model, worker_id, f"unguarded.{escape(router_id)}")
+
+    def unheard(self, model: str, worker_id: str) -> str:
+        """Returns the reply subject of a worker's events: there the broker reports that no router hears them."""
+        return self.worker(model, worker_id, f"unguarded.{NO_ROUTER}")
 
     def is_unguarded(self, subject: str, router_id: str) -> bool:
         """Whether `unguarded` can have returned this for the router."""

@@ -167,7 +167,7 @@ class Fleet:
         if snapshot is None:
             self._refresh(worker)
             return FleetUpdate()
-        self._owners.replace_running(worker, snapshot.running)
+        self._owners.replace_running(worker, snapshot.running, now)
         self.model(model).replace_blocks(worker, snapshot.runs)
         self._apply(worker, snapshot.events, now)
         return FleetUpdate(worker, snapshot.events, snapshot=snapshot)
@@ -268,6 +268,7 @@ class Fleet:
         """Discards outdated bookings, incarnations and some state of each model. Must be called a few times a
         second."""
         self._superseded.expire(now)
+        self._owners.expire(now)
         self._refused.expire(now)
         for worker in self._workers.values():
             old = [key for key, booking in worker.bookings.items() if now - booking.at >= _BOOKING_TTL_S]
@@ -319,6 +320,14 @@ class Fleet:
         """Returns the model's worker that reports running a request, whichever router placed it there."""
         return self._owners.owner_of(model, key)
 
+    def holder_of(self, key: str, model: str | None, now: float) -> Worker | None:
+        """Returns the worker that has a request's stream, open or ended, whichever router placed it there: a worker of
+        the model, or of any model if None is named."""
+        for name in self._models if model is None else (model,):
+            if (address := self._owners.holder_of(name, key, now)) is not None:
+                return self._workers.get(address)
+        return None
+
     # Reports to clients
 
     def card_view(self, worker: Worker, now: float) -> messages.Card:
@@ -357,7 +366,7 @@ class Fleet:
             for started in one.started:
                 self._owners.record_started(worker, started.id)
             for key in one.finished:
-                self._owners.record_finished(worker, key)
+                self._owners.record_finished(worker, key, now)
             for key in one.legs:
                 worker.bookings.pop(key, None)
             for key in one.taken:

@@ -188,6 +188,7 @@ class Attempts:
             routing=None if placement is None else placement.report,
             fetch_from=None if placement is None else _to_source(placement),
             routing_options=flight.request.routing,
+            passes_on=True,
         )
 
     def _send(self, flight: Flight, attempt: Attempt, staged: Outgoing) -> None:
@@ -354,7 +355,10 @@ class Attempts:
         )
         if flight.cancelled:  # the worker has not seen the client's cancel, which came before the request did
             with contextlib.suppress(OutboundBufferLimitError, ConnectionError):
-                self._bus.publish(self._names.cancel(flight.request_id, flight.tenant, flight.model), b"")
+                if card.takes_passed_on:
+                    self._workers.publish(card, "control", internal.Control(op="cancel", request_id=flight.key))
+                else:
+                    self._bus.publish(self._names.cancel(flight.request_id, flight.tenant, flight.model), b"")
 
 
 def _to_source(placement: Placement) -> internal.FetchSource | None:

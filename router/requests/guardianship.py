@@ -105,7 +105,7 @@ class Guardianship:
         if not self._names.is_unguarded(message.reply, self._router_id):
             return
         unknown = [key for key in check.request_ids if self._flights.find_flight(key) is None]
-        answer = internal.Unguarded(router_id=self._router_id, request_ids=unknown)
+        answer = internal.Unguarded(router_id=self._router_id, request_ids=unknown, passes_on=True)
         self._replies.send(message.reply, codec.encode(answer))
 
     def _on_guard(self, message: Msg, *, in_parts: bool) -> None:
@@ -128,7 +128,11 @@ class Guardianship:
             self._log.error("guard_refused", subject=message.subject, error=str(error))
             return
         answer = internal.GuardReply(
-            request_id=flight.key, attempt=guard.run.attempt, accepted=is_accepted, router_id=self._router_id
+            request_id=flight.key,
+            attempt=guard.run.attempt,
+            accepted=is_accepted,
+            router_id=self._router_id,
+            passes_on=True,
         )
         self._replies.send(message.reply, codec.encode(answer))
 

@@ -8,74 +8,35 @@ import contextlib
 import functools
 import secrets
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 import structlog
 from nats.aio.msg import Msg
 
-from tokenbus.protocol.bus.bus import Bus, OutboundBufferLimitError, Subscription
+from tokenbus.protocol.bus.bus import Bus, Subscription
 from tokenbus.protocol.bus.reply_sender import ReplySender
 from tokenbus.protocol.parts.assembly import UploadLimits
 from tokenbus.protocol.parts.receiver import PartsReceiver
 from tokenbus.protocol.wire import codec, errors, messages, subjects
 from tokenbus.protocol.wire.checks import validation
-from tokenbus.router.fleet.fleet import Fleet
 from tokenbus.router.requests.calls.client_calls import Call, CallKind, ClientCalls
-from tokenbus.router.requests.flights.flight import Flight, Flights
+from tokenbus.router.requests.flights.flight import Flight
 from tokenbus.router.requests.lifecycle import RequestLifecycle
 from tokenbus.router.requests.models import ModelCatalog
+from tokenbus.router.requests.passing_on import PassingOn, is_passed_on
 from tokenbus.router.requests.terminals import TerminalPublisher
 from tokenbus.router.telemetry.metrics import RouterMetrics
 
 _requests = codec.Decoder(messages.GenerateRequest)
 _listings = codec.Decoder(messages.ModelsRequest)
-VIA = "Tokenbus-Via"
-"""Header with the id of the router that passed a message on; other routers have already received it from the client."""
-_MAX_BYTES = 1_024
-"""A message is passed on up to this length. A longer one is invalid, whole or cut, and the request's holder says so."""
 _DUPLICATE_GRACE_S = 0.05
 """A request whose id is in flight is tried again after this long: its client may have seen the earlier one end before
 this router has."""
 _MAX_DUPLICATES = 256
 _MAX_LOGGED_DROPS = 100
 """Dropped messages that are logged; further ones are only counted."""
-
-
-class PassingOn:
-    """Passes on the cancels and resyncs that do not name their model: workers receive only those of their own model. It
-    publishes such a message again with the model in its subject: that of the request if this router guards it,
-    otherwise every model that the fleet serves, one after the other."""
-
-    def __init__(self, bus: Bus, names: subjects.Subjects, fleet: Fleet, flights: Flights, router_id: str) -> None:
-        self._bus = bus
-        self._names = names
-        self._fleet = fleet
-        self._flights = flights
-        self._via = {VIA: router_id}
-
-    def take(self, message: Msg) -> None:
-        """Takes a cancel or resync as a client has sent it."""
-        try:
-            address = self._names.parse_request(message.subject)
-        except ValueError:
-            return
-        media_type = (message.headers or {}).get(codec.CONTENT_TYPE)
-        headers = self._via if media_type is None else {**self._via, codec.CONTENT_TYPE: media_type}
-        with contextlib.suppress(OutboundBufferLimitError, ConnectionError):
-            for model in self._models(address.key):
-                subject = self._names.with_model(message.subject, address, model)
-                self._bus.publish(subject, message.data[:_MAX_BYTES], message.reply, headers=headers)
-
-    def _models(self, key: str) -> Iterable[str]:
-        flight = self._flights.find_flight(key)
-        return (model for model, _ in self._fleet.models()) if flight is None else (flight.model,)
-
-
-def is_passed_on(message: Msg) -> bool:
-    """Whether a router has sent it, so that other routers already have it."""
-    return VIA in (message.headers or {})
 
 
 class Intake:
@@ -261,7 +222,7 @@ class Intake:
 
     def _pass_on(self, message: Msg) -> None:
         if not message.reply or self._is_inbox(message):
-            self._passing_on.take(message)
+            self._passing_on.to_workers(message)
 
     def _on_cancel(self, message: Msg) -> None:
         if is_passed_on(message) or (message.reply and not self._may_answer(message)):
@@ -272,7 +233,9 @@ class Intake:
         except ValueError:
             return
         found = {holder.cancel(address.key, address.model) for holder in (self._lifecycle, self._calls)}
-        if True in found and message.reply:
+        if True not in found:
+            self._passing_on.to_holder("cancel", message, address)
+        elif message.reply:
             self._replies.send(message.reply, codec.encode(messages.CancelReply(cancelled=True), encoding))
 
     def _on_resync(self, message: Msg) -> None:
@@ -280,12 +243,12 @@ class Intake:
             return
         try:
             address = self._names.parse_request(message.subject)
-            if not self._lifecycle.knows(address.key):  # most resyncs are for other routers and need no decoding
-                return
         except ValueError:
             return
-        encoding, _, error = validation.read_resync(message.headers, message.data)
-        if self._lifecycle.replay(address.key):
+        if not self._lifecycle.replay(address.key):
+            self._passing_on.to_holder("resync", message, address)
+        else:
+            encoding, _, error = validation.read_resync(message.headers, message.data)
             self._replies.send(message.reply, codec.encode(messages.ResyncReply(found=True, error=error), encoding))
 
     def _is_inbox(self, message: Msg) -> bool:

@@ -150,10 +150,6 @@ class RequestLifecycle:
         self._queue.cancel(flight)
         return True
 
-    def knows(self, key: str) -> bool:
-        """Whether a request is open here or has recently ended here."""
-        return self._flights.find_flight(key) is not None or self._terminals.can_replay(key, time.monotonic())
-
     def replay(self, key: str) -> bool:
         """Sends the client of a request a keepalive or its terminal again; returns False if a worker has to answer."""
         now = time.monotonic()

@@ -116,10 +116,6 @@ class TerminalPublisher:
         with contextlib.suppress(OutboundBufferLimitError):
             self._bus.publish(flight.reply, codec.encode(chunk, flight.encoding))
 
-    def can_replay(self, key: str, now: float) -> bool:
-        """Whether the terminal of that request is still kept."""
-        return self._sent.get(key, now) is not None
-
     def replay(self, key: str, now: float) -> bool:
         """Publishes a kept terminal again, at most every `limits.REPLAY_INTERVAL_S`; returns False if there is none."""
         sent = self._sent.get(key, now)

@@ -214,7 +214,7 @@ def request(**changes: object) -> internal.Guard:
     return internal.Guard(run=run(**({"epoch": "", "resume_from": None, "attempt": 0} | changes)))
 
 
-ACCEPTED = internal.GuardReply(request_id=KEY, attempt=2, accepted=True, router_id="this-router")
+ACCEPTED = internal.GuardReply(request_id=KEY, attempt=2, accepted=True, router_id="this-router", passes_on=True)
 REFUSED = codec.replace(ACCEPTED, accepted=False)
 
 
@@ -238,7 +238,7 @@ async def test_each_question_is_answered_with_the_requests_that_are_not_here() -
     subject = NAMES.router("this-router")
     for keys, unknown in (([KEY, "default:r2"], ["default:r2"]), ([KEY], []), (["b:r1"], ["b:r1"])):
         answers = testbed.send(subject, codec.encode(internal.GuardCheck(request_ids=keys)), reply)
-        expected = [internal.Unguarded(router_id="this-router", request_ids=unknown)]
+        expected = [internal.Unguarded(router_id="this-router", request_ids=unknown, passes_on=True)]
         assert [_unguarded.decode(one) for one in answers] == expected
 
 

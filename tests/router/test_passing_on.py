@@ -1,16 +1,17 @@
-"""Cancels and resyncs that name no model reach the workers that may hold their requests, once and in bounded size."""
+"""Cancels and resyncs reach the workers that have, or may have, their streams, once and in bounded size."""
 
+import time
 from collections.abc import Callable
 
 import pytest
 from nats.aio.msg import Msg
 
-from tests.router.builders import card, fleet_of, flight
+from tests.router.builders import card, events, fleet_of, flight, part
 from tests.support.recording_bus import RecordingBus
 from tokenbus.protocol.bus.bus import Outgoing
-from tokenbus.protocol.wire import subjects
+from tokenbus.protocol.wire import codec, internal, subjects
 from tokenbus.router.requests.flights.flight import Flights
-from tokenbus.router.requests.intake import VIA, PassingOn, is_passed_on
+from tokenbus.router.requests.passing_on import VIA, PassingOn, is_passed_on
 
 NAMES = subjects.Subjects()
 
@@ -25,7 +26,7 @@ class Passed:
         self._passing_on = PassingOn(self.bus, NAMES, fleet, self.flights, "a")  # type: ignore[arg-type]
 
     def on(self, subject: str, data: bytes = b"", headers: dict[str, str] | None = None) -> list[Outgoing]:
-        self._passing_on.take(Msg(None, subject, "_INBOX.a", data, headers))  # type: ignore[arg-type]
+        self._passing_on.to_workers(Msg(None, subject, "_INBOX.a", data, headers))  # type: ignore[arg-type]
         return self.bus.take()
 
 
@@ -70,3 +71,90 @@ def test_a_full_buffer_or_a_closed_connection_ends_it_in_silence() -> None:
 @pytest.mark.parametrize(("headers", "expected"), [(None, False), ({}, False), ({"X": "y"}, False), ({VIA: "b"}, True)])
 def test_others_know_it_by_its_header(headers: dict[str, str] | None, expected: bool) -> None:
     assert is_passed_on(Msg(None, "s", "", b"", headers)) == expected  # type: ignore[arg-type]
+
+
+class ToHolder:
+    """What a router passes on to the holders of streams in a fleet of three workers, one of an earlier version."""
+
+    def __init__(self) -> None:
+        self.bus = RecordingBus()
+        self.flights = Flights(10, 1_000)
+        cards = (card("w1", takes_passed_on=True), card("old"), card("w3", model="o.ther", takes_passed_on=True))
+        self.fleet = fleet_of(*cards, now=time.monotonic())
+        self.passing_on = PassingOn(self.bus, NAMES, self.fleet, self.flights, "a")  # type: ignore[arg-type]
+
+    def hear(self, message: internal.Events, model: str = "demo") -> None:
+        self.fleet.apply_events(model, message, time.monotonic())
+
+    def on(self, subject: str, data: bytes = b"", headers: dict[str, str] | None = None) -> list[Outgoing]:
+        message = Msg(None, subject, "_INBOX.a", data, headers)  # type: ignore[arg-type]
+        self.passing_on.to_holder("resync", message, NAMES.parse_request(subject))
+        return self.bus.take()
+
+
+def control_of(sent: list[Outgoing]) -> tuple[str, str, internal.Control]:
+    (one,) = sent
+    return one.subject, one.reply, codec.Decoder(internal.Control).decode(one.payload)
+
+
+@pytest.mark.parametrize("model", [None, "demo"])
+def test_the_worker_that_reports_a_stream_is_told_whoever_placed_it(model: str | None) -> None:
+    to_holder = ToHolder()
+    to_holder.hear(events("w1", started=("acme:r1",)))
+    msgpack = {"Content-Type": "application/msgpack"}
+    told = internal.Control(op="resync", request_id="acme:r1", body=b"{}", content_type="application/msgpack")
+    assert control_of(to_holder.on(NAMES.resync("r1", "acme", model), b"{}", msgpack)) == (
+        NAMES.worker("demo", "w1", "control"),
+        "_INBOX.a",
+        told,
+    )
+
+
+def test_a_stream_that_has_ended_is_known_for_a_minute() -> None:
+    to_holder = ToHolder()
+    to_holder.hear(events("w1", started=("default:r1",)))
+    to_holder.hear(events("w1", 1, finished=("default:r1",)))
+    assert control_of(to_holder.on(NAMES.resync("r1")))[0] == NAMES.worker("demo", "w1", "control")
+    to_holder.fleet.sweep(time.monotonic() + 60.0)
+    assert to_holder.on(NAMES.resync("r1")) == []
+
+
+def test_a_stream_that_ended_while_events_were_missed_is_known_too() -> None:
+    to_holder = ToHolder()
+    to_holder.hear(events("w1", started=("default:r1",)))
+    to_holder.fleet.mark_all_behind()
+    to_holder.fleet.snapshots_due(1e9, 0.0)
+    to_holder.fleet.apply_snapshot_part("demo", part("w1", seq=7), time.monotonic())
+    assert control_of(to_holder.on(NAMES.resync("r1")))[0] == NAMES.worker("demo", "w1", "control")
+
+
+def test_what_nobody_has_goes_nowhere() -> None:
+    to_holder = ToHolder()
+    to_holder.hear(events("w1", started=("default:r1",)))
+    for subject in (NAMES.cancel("r2"), NAMES.cancel("r1", "acme"), NAMES.cancel("r1", model="o.ther")):
+        assert to_holder.on(subject) == []
+
+
+def test_a_worker_of_an_earlier_version_hears_clients_itself() -> None:
+    to_holder = ToHolder()
+    to_holder.hear(events("old", started=("default:r1",)))
+    assert to_holder.on(NAMES.cancel("r1")) == []
+    message = Msg(None, NAMES.cancel("r1"), "", b"", None)  # type: ignore[arg-type]
+    to_holder.passing_on.to_workers(message)
+    assert [one.subject for one in to_holder.bus.take()] == [
+        NAMES.cancel("r1", model=model) for model in ("demo", "o.ther")
+    ]
+
+
+def test_a_message_without_a_model_is_not_passed_on_twice() -> None:
+    to_holder = ToHolder()
+    to_holder.hear(events("w1", started=("default:r1",)))
+    to_holder.passing_on.to_workers(Msg(None, NAMES.cancel("r1"), "", b"", None))  # type: ignore[arg-type]
+    assert to_holder.bus.take() == []
+
+
+def test_a_worker_that_has_fallen_silent_is_not_told() -> None:
+    to_holder = ToHolder()
+    to_holder.hear(events("w1", started=("default:r1",)))
+    to_holder.fleet.workers_of("demo")[0].last_seen_at -= 2.0
+    assert to_holder.on(NAMES.cancel("r1")) == []

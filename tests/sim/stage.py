@@ -10,7 +10,7 @@ from tests.sim.network import Broker
 from tests.sim.sim_bus import SimBus
 from tests.sim.system import MODEL, FrontendProcess
 from tests.sim.world import World
-from tokenbus.protocol.bus.bus import Outgoing
+from tokenbus.protocol.bus.bus import NoRespondersError, Outgoing
 from tokenbus.protocol.wire import block_hash, codec, internal, messages, subjects
 from tokenbus.protocol.wire.params import GenerationParams
 from tokenbus.router.requests.flights.worker_client import WorkerClient
@@ -41,7 +41,7 @@ class Peer:
         payload = message if isinstance(message, bytes) else codec.encode(message)
         try:
             return self.process.do(self._ask(Outgoing(subject, payload))).data
-        except TimeoutError:
+        except (TimeoutError, NoRespondersError):
             return None
 
     async def _ask(self, message: Outgoing) -> Msg:
@@ -90,6 +90,11 @@ class Stage:
         answer = self.peer.ask(NAMES.worker(MODEL, "w0", "control"), command)
         assert answer is not None
         return codec.Decoder(internal.ControlReply).decode(answer).ok
+
+    def cancel(self) -> None:
+        """Passes on a client's cancel, as a router does."""
+        command = internal.Control(op="cancel", request_id=KEY)
+        self.peer.publish(NAMES.worker(MODEL, "w0", "control"), codec.encode(command))
 
     def start_draining(self) -> None:
         """Makes the frontend accept nothing more."""

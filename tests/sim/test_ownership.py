@@ -101,7 +101,7 @@ def test_a_drop_is_forgotten_after_ten_seconds(stage: Stage) -> None:
 def test_a_cancel_that_arrives_first_counts_only_if_it_was_clearly_sent_after_the_request(
     stage: Stage, age_ms: float | None, cancelled: bool
 ) -> None:
-    stage.peer.publish(NAMES.cancel("r1", model=MODEL), b"")
+    stage.cancel()
     stage.world.run(1.0)
     reply = stage.run(age_ms=age_ms)
     assert (reply.accepted, reply.cancelled) == (not cancelled, cancelled)

@@ -49,6 +49,7 @@ class Announcer:
         self._names = names
         self._card_subject = names.card(model, worker_id)
         self._events_subject = names.events(model, worker_id)
+        self._unheard_subject = names.unheard(model, worker_id)
         self._seal_subject = names.seal(model, worker_id)
         self.model = model
         self.worker_id = worker_id
@@ -66,6 +67,8 @@ class Announcer:
         """That of the tokenizer of the last engine."""
         self.adapters: Callable[[], list[messages.CardAdapter]] = list
         """Returns the adapters to show in the card."""
+        self.has_streams: Callable[[], bool] = lambda: False
+        """Returns whether any stream is open, so that the broker is to report at once if no router hears the events."""
         self.health: messages.WorkerHealth | None = None
         """Memory and uptime as last read."""
         self._published_at = 0.0
@@ -203,7 +206,8 @@ class Announcer:
         return True
 
     def _to_message(self, entry: internal.Events) -> Outgoing:
-        return Outgoing(self._events_subject, codec.encode(entry))
+        reply = self._unheard_subject if self.has_streams() else ""
+        return Outgoing(self._events_subject, codec.encode(entry), reply)
 
     def tick(self, now: float) -> None:
         """Publishes an event if none was published for a while. Call it each 0.2 s."""
@@ -246,6 +250,7 @@ class Announcer:
             role=self._role,
             site=self._site,
             loadable=self.state.is_loadable,
+            takes_passed_on=True,
         )
 
 

@@ -28,6 +28,7 @@ from tokenbus.protocol.wire.checks import pooling, validation
 from tokenbus.worker.adapters.adapters import Adapters
 from tokenbus.worker.broker.announcer import Announcer
 from tokenbus.worker.contract import contract
+from tokenbus.worker.replica.client_requests import ClientRequests
 from tokenbus.worker.replica.drain import Drain
 from tokenbus.worker.settings.settings import OnProgress
 from tokenbus.worker.streams.streams import Streams
@@ -98,10 +99,11 @@ class Endpoints:
         self._names = names
         self._announcer = announcer
         self._streams = streams
-        self._inbox_prefixes = inbox_prefixes
         self._worker = worker
         self._metrics = metrics
         model, worker_id = announcer.model, announcer.worker_id
+        self.clients = ClientRequests(self._replies, names, model, streams, inbox_prefixes)
+        """Cancels and resyncs."""
         self._receiver = PartsReceiver(
             connection,
             lambda owner, upload_id: names.worker(model, worker_id, f"upload.{upload_id}"),
@@ -131,9 +133,7 @@ class Endpoints:
         }
         for name, handler in {**handlers, "tokenizer": self._send_tokenizer}.items():
             await incoming.subscribe(self._names.worker(model, worker_id, name), partial(self._receive, handler))
-        # clients address requests, not workers: every worker of the model receives every resync and cancel
-        await incoming.subscribe(self._names.resyncs_of(model), self._resync)
-        await incoming.subscribe(self._names.cancels_of(model), self._cancel)
+        self.clients.open(incoming)
         await incoming.subscribe(self._names.discover, lambda _: self._announcer.publish_card())
         await incoming.subscribe(self._names.card(model, worker_id), self._own_card)
         await self._connection.subscribe(self._names.worker(model, worker_id, "gone.*"), self._no_responders)
@@ -211,10 +211,12 @@ class Endpoints:
 
     def _control(self, message: Msg, control: internal.Control) -> None:
         match control:
-            # routers' messages, frequent and unlogged: `drop`, and `load` without a model
+            # routers' messages, frequent and unlogged
             case internal.Control(op="drop", request_id=str(key), attempt=int(attempt)):
                 ok = self._streams.drop(key, attempt, moved=control.moved)
                 self._reply(message, internal.ControlReply(ok=ok, epoch=self._announcer.epoch))
+            case internal.Control(op="cancel" | "resync"):
+                self.clients.take(message, control)
             case internal.Control(op="load", model=None):
                 self._reply(message, self._worker.want())
             case internal.Control(op="stop", request_id=str(key)):
@@ -275,37 +277,6 @@ class Endpoints:
                 error=reply.error.message[:_MAX_LOGGED_CHARS] if reply.error else None,
             )
         self._reply(message, reply)
-
-    def _cancel(self, message: Msg) -> None:
-        if message.reply and not self._is_inbox(message):
-            return  # the routers count and log it
-        try:
-            address = self._names.parse_request(message.subject)
-            encoding = codec.encoding_of(message.headers)
-        except ValueError:
-            return
-        # only the worker that has the stream replies
-        if self._streams.cancel(address.key) and message.reply:
-            self._replies.send(message.reply, codec.encode(messages.CancelReply(cancelled=True), encoding))
-
-    def _resync(self, message: Msg) -> None:
-        if not self._is_inbox(message):
-            return  # the routers count and log it
-        try:
-            address = self._names.parse_request(message.subject)
-            # before decoding: most resyncs concern another worker's stream
-            if not self._streams.holds(address.key):
-                return
-        except ValueError:
-            return
-        encoding, asked, error = validation.read_resync(message.headers, message.data)
-        if error is None:
-            self._streams.replay(address.key, asked.offset, asked.prompt_offset)
-        self._replies.send(message.reply, codec.encode(messages.ResyncReply(found=True, error=error), encoding))
-
-    def _is_inbox(self, message: Msg) -> bool:
-        tenant = self._names.tenant_token(message.subject)
-        return subjects.is_inbox(message.reply, self._inbox_prefixes, tenant)
 
     def _no_responders(self, message: Msg) -> None:
         if is_no_responders(message):

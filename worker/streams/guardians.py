@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import structlog
 from nats.aio.msg import Msg
@@ -69,6 +69,11 @@ class Guardians:
         """Routers that have answered a check about streams that they know, by subject token."""
         self._num_unanswered: Counter[str] = Counter()
         """Checks since the last answer, by the router's subject token."""
+        self._passing_on: set[str] = set()
+        """Routers that pass cancels and resyncs on to this worker, and have answered the last check, by subject
+        token."""
+        self.listen: Callable[[bool], None] = lambda wanted: None
+        """Called with whether cancels and resyncs of some stream may not be passed on to this worker."""
         self._sender: PartsSender | None = None
         self._large_offers: dict[str, asyncio.Task[None]] = {}
         """Offers being sent in parts, by the stream's key."""
@@ -87,18 +92,37 @@ class Guardians:
     def tick(self, now: float) -> None:
         """Once a second, asks every guardian, and offers the streams that have none."""
         if now - self._checked_at < _CHECK_INTERVAL_S:
+            self._say_if_heard()
             return
         self._checked_at = now
+        self._passing_on.difference_update(self._num_unanswered)
         self._lose_silent(now)
+        self._say_if_heard()
         for router_id, keys in self._guarded().items():
             self._check(router_id, keys)
         self._offer([stream for stream in self._streams if stream.guardian is None])
         for token in [token for token, since in self._unheard_since.items() if now - since >= _CHECK_INTERVAL_S / 2]:
             del self._unheard_since[token]
 
+    def accepted(self, run: internal.Run) -> None:
+        """Notes which router has placed a stream here."""
+        token = subjects.escape(run.router_id)
+        if run.passes_on and token and token not in self._num_unanswered:
+            self._passing_on.add(token)
+        self._say_if_heard()
+
+    def _say_if_heard(self) -> None:
+        """Says whether every stream, ended ones included, has a guardian that passes on what its client asks for."""
+        guardians = {stream.guardian or "" for stream in self._streams} | self._streams.ended_guardians.keys()
+        tokens = {subjects.escape(one) for one in guardians}
+        self._passing_on &= tokens
+        self.listen(not tokens <= self._passing_on)
+
     def _guarded(self) -> dict[str, list[str]]:
-        """Returns the keys of each guardian's streams."""
+        """Returns the keys of each guardian's streams; none if they have all ended."""
         guarded: defaultdict[str, list[str]] = defaultdict(list)
+        for router_id in filter(None, self._streams.ended_guardians):
+            guarded[router_id] = []
         for stream in self._streams:
             if stream.guardian:
                 guarded[stream.guardian].append(stream.key)
@@ -117,7 +141,7 @@ class Guardians:
         reply = self._names.unguarded(self._announcer.model, self._announcer.worker_id, router_id)
         num_fitting = max(1, self._outbox.room_bytes // _MAX_KEY_BYTES)
         with contextlib.suppress(OutboundBufferLimitError, ConnectionError):  # asked again a second later
-            for at in range(0, len(keys), num_fitting):
+            for at in range(0, max(1, len(keys)), num_fitting):
                 check = internal.GuardCheck(request_ids=keys[at : at + num_fitting])
                 self._connection.publish(self._names.router(router_id), codec.encode(check), reply)
             self._num_unanswered[subjects.escape(router_id)] += 1
@@ -126,14 +150,24 @@ class Guardians:
         token, now = message.subject.rpartition(".")[2], time.monotonic()
         if not is_no_responders(message):
             try:
-                missing = set(_unguarded.decode(message.data).request_ids)
+                answer = _unguarded.decode(message.data)
             except errors.RequestError as error:
                 self._log.error("unguarded_refused", error=str(error))
                 return
+            missing = set(answer.request_ids)
+            if answer.passes_on:
+                self._passing_on.add(token)
             self._answering.put(token, True, now)
             self._num_unanswered.pop(token, None)
             self._lose(token, [stream for stream in self._of(token) if stream.key in missing])
-        elif token not in self._unheard_since:
+            return
+        if token == subjects.NO_ROUTER:
+            self._passing_on.clear()
+            self._say_if_heard()
+            return
+        self._passing_on.discard(token)
+        self._say_if_heard()
+        if token not in self._unheard_since:
             self._unheard_since[token] = now
             asyncio.get_running_loop().call_later(_CONFIRM_S, self._check_again, token)
         elif now - self._unheard_since[token] >= _CONFIRM_S:
@@ -154,6 +188,7 @@ class Guardians:
         self._log.warning("guardian_lost", router_id=streams[0].guardian, streams=len(streams))
         for stream in streams:
             stream.guardian = None
+        self._say_if_heard()
         self._offer(streams)
 
     def _offer(self, streams: Sequence[WorkerStream]) -> None:
@@ -212,6 +247,8 @@ class Guardians:
         if not reply.accepted:
             return
         stream.guardian = reply.router_id
+        if reply.passes_on:
+            self._passing_on.add(subjects.escape(reply.router_id))
         self._announcer.log.guardians[stream.stream_no] = reply.router_id
         self._announcer.publish_events()
         self._log.info(

@@ -8,7 +8,7 @@ routers *take* the streams that they guard."""
 import asyncio
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import msgspec
@@ -65,6 +65,12 @@ class Streams:
         self._early_cancels = EarlyCancels()
         self._stream_nos = itertools.count()
         self._stranded = StrandedStreams(announcer, outbox)
+        self.ended_guardians: dict[str, float] = {}
+        """The guardians of streams that ended in the last minute, and the time of the last such end; an empty name
+        stands for none."""
+        self.on_accepted: Callable[[internal.Run], None] = lambda run: None
+        """Called with each run that was accepted."""
+        announcer.has_streams = lambda: bool(self._streams)
         outbox.on_ended = self._close
 
     def __repr__(self) -> str:
@@ -96,6 +102,7 @@ class Streams:
                 same_reply=live is not None and live.run.reply == run.reply,
                 cancelled=self._early_cancels.is_cancelled(run, time.monotonic()),
             )
+        self.on_accepted(run)
         return internal.RunReply(accepted=True)
 
     def cancel(self, key: str, because: errors.Error | None = None) -> bool:
@@ -230,6 +237,7 @@ class Streams:
         for stream in list(self._streams.values()):
             self._abandon(stream, "abandoned")
         self._ended.clear()
+        self.ended_guardians.clear()
         self._taken.clear()
 
     def no_responders(self, key: str, *, is_probe: bool) -> None:
@@ -269,6 +277,9 @@ class Streams:
         self._outbox.flush()
         self._ended.expire(now)
         self._early_cancels.expire(now)
+        for router_id, ended_at in list(self.ended_guardians.items()):
+            if now - ended_at >= limits.ENDED_STREAM_TTL_S:
+                del self.ended_guardians[router_id]
 
     @property
     def adapter_digests(self) -> set[str]:
@@ -410,7 +421,9 @@ class Streams:
         """Keeps a stream that has ended for a while, so that its client can ask for lost chunks."""
         self._forget(stream)
         stream.run = codec.replace(stream.run, token_ids=b"")  # the rest is small
-        self._ended.put(stream.key, stream, time.monotonic(), stream.memory_bytes)
+        now = time.monotonic()
+        self._ended.put(stream.key, stream, now, stream.memory_bytes)
+        self.ended_guardians[stream.guardian or ""] = now
         # it may have ended only here, and the engine would continue
         if self._engine is not None:
             self._engine.abort(stream.key)

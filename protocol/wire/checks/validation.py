@@ -135,9 +135,9 @@ def check_detokenize_request(request: messages.DetokenizeRequest) -> None:
 
 
 def check_control(control: internal.Control) -> None:
-    """Raises RequestError for a `drop` that does not name an attempt of a request, a `stop` that names no request, and
-    numbers out of their ranges."""
-    if control.op in ("drop", "stop"):
+    """Raises RequestError for a `drop` that does not name an attempt of a request, another command about a request that
+    names none, and numbers out of their ranges."""
+    if control.op in ("drop", "cancel", "resync", "stop"):
         check_key(control.request_id)
     if control.op == "drop" and control.attempt is None:
         raise invalid_field("attempt", "is required")

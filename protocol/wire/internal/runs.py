@@ -101,6 +101,8 @@ class Run(public.Message, frozen=True, kw_only=True, omit_defaults=True):
     """The routing report for the terminal, if the client asked for it."""
     routing_options: public.RoutingOptions | None = None
     """The client's wishes for the choice of a worker, for a router that places the request again."""
+    passes_on: bool = False
+    """Whether the router passes on cancels and resyncs."""
 
 
 class RunReply(public.Message, frozen=True, kw_only=True, omit_defaults=True):
@@ -119,10 +121,17 @@ class RunReply(public.Message, frozen=True, kw_only=True, omit_defaults=True):
 class Control(public.Message, frozen=True, kw_only=True, omit_defaults=True):
     """A command from a router or an operator to a worker."""
 
-    op: Literal["drop", "stop", "drain", "clear_cache", "retain", "load", "unload", "load_adapter", "unload_adapter"]
-    """The command."""
+    op: (
+        Literal["drop", "cancel", "resync", "stop", "drain", "clear_cache", "retain"]
+        | Literal["load", "unload", "load_adapter", "unload_adapter"]
+    )
+    """The command. `cancel` and `resync` are clients', passed on by a router with the client's reply subject."""
     request_id: str | None = None
-    """The request to `drop` or `stop`, as `<tenant token>:<id>`."""
+    """The request to `drop`, `cancel`, `resync` or `stop`, as `<tenant token>:<id>`."""
+    body: bytes = b""
+    """The client's message to `cancel` or `resync`."""
+    content_type: str | None = None
+    """Its content type."""
     attempt: Annotated[int | None, COUNT] = None
     """The attempt to `drop`, together with all earlier ones."""
     moved: bool = False
@@ -226,13 +235,15 @@ class GuardReply(public.Message, frozen=True, kw_only=True, omit_defaults=True):
     """Whether the router is the request's guardian from now on."""
     router_id: str
     """The router that answers."""
+    passes_on: bool = False
+    """Whether it passes on cancels and resyncs."""
 
 
 class GuardCheck(public.Message, frozen=True, kw_only=True, omit_defaults=True):
     """Asks a router whether it is still the guardian of a worker's streams."""
 
     request_ids: list[str]
-    """The keys of the streams whose guardian it is, as far as the worker knows."""
+    """The keys of the streams whose guardian it is, as far as the worker knows; none if they have all ended."""
 
 
 class Unguarded(public.Message, frozen=True, kw_only=True, omit_defaults=True):
@@ -242,3 +253,5 @@ class Unguarded(public.Message, frozen=True, kw_only=True, omit_defaults=True):
     """The router that answers."""
     request_ids: list[str]
     """The requests that it does not know; none if it guards them all."""
+    passes_on: bool = False
+    """Whether it passes on cancels and resyncs."""

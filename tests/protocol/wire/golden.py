@@ -79,6 +79,7 @@ FULL_CARD = codec.replace(
     total_kv_blocks=4_096,
     host_kv_blocks=65_536,
     kv_checkpoints=True,
+    takes_passed_on=True,
     kv_identity="8f1d2c3b4a596877",
     kv_token_bytes=12_288,
     watched=messages.WorkerTracking(events="live", indexed_blocks=11, lost_events=2, booked=1),
@@ -514,6 +515,10 @@ INTERNAL: list[tuple[str, messages.Message]] = [
     ("cancelled before", internal.RunReply(accepted=False, error=ERROR, cancelled=True)),
     ("drop", internal.Control(op="drop", request_id="default:r-1", attempt=2)),
     ("moved", internal.Control(op="drop", request_id="default:r-1", attempt=2, moved=True)),
+    (
+        "a client's resync",
+        internal.Control(op="resync", request_id="acme:r-1", body=b'{"offset": 3}', content_type="application/json"),
+    ),
     ("drain", internal.Control(op="drain")),
     ("drain at once", internal.Control(op="drain", grace_s=0.0, handover_s=2.5)),
     ("stop", internal.Control(op="stop", request_id="default:r-1")),
@@ -541,6 +546,12 @@ INTERNAL: list[tuple[str, messages.Message]] = [
     ),
     ("are they yours?", internal.GuardCheck(request_ids=["default:r-1", "default:r-2"])),
     ("one is not", internal.Unguarded(router_id="router-1", request_ids=["default:r-2"])),
+    ("all are", internal.Unguarded(router_id="router-1", request_ids=[], passes_on=True)),
+    (
+        "it guards the stream and passes on",
+        internal.GuardReply(request_id="default:r-1", attempt=2, accepted=True, router_id="router-1", passes_on=True),
+    ),
+    ("by a router that passes on", codec.replace(RUN, passes_on=True)),
     (
         "load",
         internal.Control(
