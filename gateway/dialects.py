@@ -51,6 +51,7 @@ OLLAMA = Dialect(
     resources=ollama.RESOURCES,
     refused=ollama.REFUSED,
     prefixes=("/api/",),
+    takes_any_type=True,
 )
 DIALECTS = (OPENAI, OLLAMA, ANTHROPIC)
 """Where several have one path, the first one is served unless a header asks for another."""

@@ -8,6 +8,7 @@ from msgspec import UNSET, UnsetType
 
 from tokenbus.gateway.dialects import DIALECTS
 from tokenbus.gateway.openai import fields, sampling_fields
+from tokenbus.gateway.serving import seeds
 from tokenbus.gateway.serving.dialect import ApiEndpoint, Dialect, RecordResource, Resource
 from tokenbus.protocol.wire import internal, limits, messages, params
 
@@ -19,6 +20,8 @@ _RANGES = (
     | dict(params.ranges_of(internal.Embed))
     | dict(params.ranges_of(messages.RerankRequest))
     | {
+        "seed": seeds.SEEDS,
+        "random_seed": seeds.SEEDS,
         "n": params.Range(1, sampling_fields.MAX_CHOICES),
         "top_logprobs": params.Range(0, limits.MAX_LOGPROBS),
         "max_completion_tokens": params.COUNT,

@@ -53,7 +53,7 @@ class Routes:
         for dialect in DIALECTS:
             for endpoint in dialect.endpoints:
                 for path in dialect.paths_of(endpoint.path):
-                    apps[path].served[endpoint.method] = EndpointApp(self._services, endpoint, dialect.errors)
+                    apps[path].served[endpoint.method] = EndpointApp(self._services, endpoint, dialect)
             for resource in dialect.resources:
                 for path in dialect.paths_of(resource.path):
                     sharing.setdefault(path, []).append(resource)
@@ -77,8 +77,8 @@ class Routes:
         ]
 
     async def _resource(self, sharing: Sequence[Resource], request: Request) -> Response:
-        wanted = dialect_of(request.scope["path"], request.headers).resources
-        resource = next((one for one in sharing if one in wanted), sharing[0])
+        dialect = dialect_of(request.scope["path"], request.headers)
+        resource = next((one for one in sharing if one in dialect.resources), sharing[0])
         if resource.is_public:
             return _json(resource.answer(NO_MODELS, ""))
         listing = await self._listing(request)
@@ -86,7 +86,8 @@ class Routes:
         if resource.model_in is not None:
             try:
                 with self._services.bodies.holding() as held:
-                    name = resource.model_in(await body.read(request, _MAX_MODEL_BODY_BYTES, held))
+                    read = body.read(request, _MAX_MODEL_BODY_BYTES, held, takes_any_type=dialect.takes_any_type)
+                    name = resource.model_in(await read)
             except body.ClientDisconnectedError:
                 return Response(status_code=_CLIENT_GONE)  # no one reads it
         return _json(resource.answer(listing, name))

@@ -21,6 +21,7 @@ from tokenbus.gateway.http import http_errors
 from tokenbus.gateway.http.http_errors import NameOf
 from tokenbus.gateway.serving import conversation
 from tokenbus.gateway.serving.dialect import ApiEndpoint, ParsedCall, ParsedGeneration, RequestHead, UnservedField
+from tokenbus.gateway.serving.seeds import wire_seed
 from tokenbus.protocol.prompt import history
 from tokenbus.protocol.wire import codec, errors, reasoning
 from tokenbus.protocol.wire import messages as wire
@@ -246,7 +247,7 @@ def _to_request(
         temperature=asked.temperature,
         top_p=asked.top_p,
         top_k=asked.top_k,
-        seed=asked.seed,
+        seed=wire_seed("seed", asked.seed),
         stop=asked.stop_sequences,
         response_format=_to_format(asked.wanted_format),
         tools=tools or None,

@@ -31,6 +31,7 @@ _MAX_DISCARDED_BYTES = 16 * 1024 * 1024
 why."""
 _LARGE_BODIES = 32
 """The number of maximum-size bodies that fit at a time."""
+_OF_WEB_PAGES = ("origin", "sec-fetch-site")
 _IDENTITY = ("", "identity")
 _COMPRESSED = ("gzip", "x-gzip", "deflate")
 _PIECE_BYTES = 64 * 1024
@@ -98,13 +99,17 @@ class HeldBody:
         self.counted_bytes += more
 
 
-async def read(request: Request, limit_bytes: int, held: HeldBody) -> bytes:
-    """Returns the JSON body of a request, expanded if it is compressed.
+async def read(request: Request, limit_bytes: int, held: HeldBody, *, takes_any_type: bool = False) -> bytes:
+    """Returns the JSON body of a request, expanded if it is compressed. `takes_any_type`: it may be called something
+    else, unless a web page sends it.
 
     Raises ClientDisconnectedError, and ApiError if it is not JSON, compressed in a way that is not supported, too large
     or too slow, or if memory is short."""
-    # A foreign web page in a browser can send other content types without a preflight request.
-    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+    # A foreign web page in a browser can send other content types without a preflight request, but not without a header
+    # that says where it comes from.
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json" and (
+        not takes_any_type or any(name in request.headers for name in _OF_WEB_PAGES)
+    ):
         raise ApiError(UNSUPPORTED_MEDIA_TYPE)
     encoding = request.headers.get("content-encoding", "").strip().lower()
     if encoding not in (*_IDENTITY, *_COMPRESSED):

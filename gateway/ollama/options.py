@@ -7,11 +7,13 @@ from typing import Any
 import msgspec
 
 from tokenbus.gateway.serving.dialect import UnservedField
+from tokenbus.gateway.serving.seeds import wire_seed
 from tokenbus.protocol.wire import errors, limits, reasoning
 from tokenbus.protocol.wire import messages as wire
 
 _DURATION = re.compile(r"-?\d+|-?((\d+(\.\d*)?|\.\d+)(ns|us|µs|ms|s|m|h))+", re.ASCII)
 _LATEST = ":latest"
+_EFFORTS = (*reasoning.EFFORTS, "max")
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -100,7 +102,7 @@ class OllamaRequest(msgspec.Struct, frozen=True, kw_only=True):
     stream: bool | None = None
     """true if absent."""
     think: bool | str | None = None
-    """Whether the model reasons, or its effort: `low`, `medium` or `high`. The model's default if absent."""
+    """Whether the model reasons, or its effort, such as `low`. The model's default if absent."""
     keep_alive: float | str | None = None
     """The time for which the model stays loaded. Here its operator decides that."""
     logprobs: bool | None = None
@@ -137,6 +139,10 @@ class OllamaRequest(msgspec.Struct, frozen=True, kw_only=True):
                 return {"chat_template_kwargs": {"enable_thinking": self.think}} | (
                     {} if self.think else {"reasoning": wire.ReasoningOptions(effort="none")}
                 )
+            case effort if effort not in _EFFORTS:
+                raise errors.invalid_field(
+                    "think", f"must be true, false, {', '.join(_EFFORTS[:-1])} or {_EFFORTS[-1]}, got {effort[:40]!r}"
+                )
             case effort:
                 return {
                     "reasoning": wire.ReasoningOptions(effort=effort),
@@ -155,8 +161,7 @@ def sampling_fields(options: Options | None) -> dict[str, Any]:
     for name in ("max_tokens", "repetition_last_n"):
         if given[name] is not None and given[name] < 0:
             given[name] = limits.MAX_TOKENS
-    if options.seed is not None and options.seed < 0:
-        given["seed"] = None
+    given["seed"] = None if options.seed is not None and options.seed < 0 else wire_seed("options.seed", options.seed)
     if options.top_k is not None and options.top_k < 0:
         given["top_k"] = 0
     return given

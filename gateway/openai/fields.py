@@ -4,6 +4,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
+from tokenbus.gateway.serving.seeds import wire_seed
 from tokenbus.protocol.wire import errors, limits, reasoning
 from tokenbus.protocol.wire import messages as wire
 from tokenbus.protocol.wire.params import Range
@@ -19,7 +20,6 @@ _SAME_ON_THE_WIRE = (
     "temperature",
     "top_p",
     "stop",
-    "seed",
     "presence_penalty",
     "frequency_penalty",
     "logit_bias",
@@ -86,6 +86,7 @@ class CommonFields(msgspec.Struct, frozen=True, kw_only=True):
 
         It is always streamed, so that a worker notices if this gateway dies."""
         fields = {name: getattr(self, name) for name in _SAME_ON_THE_WIRE} | {
+            "seed": wire_seed("seed", self.seed),
             "cache_control": _RETENTIONS.get(self.prompt_cache_retention or ""),
             "session_id": self.session_id or self.prompt_cache_key or session,
             "priority": _PRIORITIES.get(self.service_tier or "") if self.priority is None else self.priority,

@@ -10,6 +10,7 @@ import msgspec
 
 from tokenbus.gateway.openai.fields import CommonFields, WireFields
 from tokenbus.gateway.serving.dialect import UnservedField
+from tokenbus.gateway.serving.seeds import wire_seed
 from tokenbus.protocol.wire import errors, limits
 from tokenbus.protocol.wire import messages as wire
 
@@ -266,5 +267,5 @@ def _numbers(body: OtherNames) -> WireFields:
             own = getattr(body, rival, None)
             if own not in (None, given):
                 raise errors.invalid_field(name, f"is another name of {rival}, which is {own}")
-        fields[field], names[field] = given, name
+        fields[field], names[field] = wire_seed(name, given) if field == "seed" else given, name
     return WireFields(fields, names)

@@ -298,6 +298,8 @@ class Dialect(NamedTuple):
     """Beginnings of the paths that are only this API's."""
     has_bare_paths: bool = False
     """Whether its paths are served without `/v1` too, for clients whose base URL lacks it."""
+    takes_any_type: bool = False
+    """Whether bodies need no content type, as those of curl that is not told one."""
     header: str | None = None
     """A header that asks for this API, where several share a path."""
 

@@ -22,7 +22,7 @@ from tokenbus.gateway.http.response_writer import ResponseWriter
 from tokenbus.gateway.serving import answering
 from tokenbus.gateway.serving.dialect import (
     ApiEndpoint,
-    ErrorForm,
+    Dialect,
     Parsed,
     ParsedGeneration,
     UnnamedModelError,
@@ -56,10 +56,11 @@ class Services:
 class EndpointApp:
     """The ASGI application of one endpoint; watches for a client disconnect until the response is complete."""
 
-    def __init__(self, services: Services, endpoint: ApiEndpoint[Any], form: ErrorForm) -> None:
+    def __init__(self, services: Services, endpoint: ApiEndpoint[Any], dialect: Dialect) -> None:
         self._services = services
         self._endpoint = endpoint
-        self._form = form
+        self._form = dialect.errors
+        self._takes_any_type = dialect.takes_any_type
 
     def __repr__(self) -> str:
         return f"<EndpointApp {self._endpoint.path}>"
@@ -101,7 +102,8 @@ class EndpointApp:
         if self._endpoint.method == "GET":
             payload = msgspec.json.encode(dict(request.query_params))
         else:
-            payload = await body.read(request, self._services.bodies.max_body_bytes, held)
+            max_bytes = self._services.bodies.max_body_bytes
+            payload = await body.read(request, max_bytes, held, takes_any_type=self._takes_any_type)
         parse = functools.partial(self._endpoint.parse, payload, request.headers, log.request_id)
         parser, records = self._services.parser, self._services.records
         default, num_bytes = self._services.aliases.default, len(payload)

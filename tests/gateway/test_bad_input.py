@@ -195,9 +195,16 @@ def test_the_last_of_two_fields_of_a_name_counts(gateway: Gateway, path: str) ->
 @pytest.mark.parametrize("path", BODIES)
 def test_another_type_of_content_is_refused(gateway: Gateway, path: str) -> None:
     for content_type in ("text/plain", "multipart/form-data; boundary=x", "application/msgpack"):
-        headers = KEY | {"Content-Type": content_type}
+        headers = KEY | {"Content-Type": content_type, "Origin": "http://example.org"}
         found = refusal_of(path, post(gateway.url, path, BODIES[path], **headers))
         assert found[:3] == (415, kind(path, "unsupported_media_type"), None)
+
+
+@pytest.mark.parametrize("path", [path for path in BODIES if path.startswith("/api/")])
+def test_ollamas_paths_take_what_curl_sends_if_it_is_not_told_otherwise(gateway: Gateway, path: str) -> None:
+    form = KEY | {"Content-Type": "application/x-www-form-urlencoded"}
+    statuses = {post(gateway.url, path, BODIES[path], **headers)[0] for headers in (KEY, form)}
+    assert len(statuses) == 1
 
 
 @pytest.mark.parametrize("path", BODIES)

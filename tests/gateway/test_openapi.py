@@ -47,7 +47,7 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("/v1/completions", {"prompt": [[1], []]}),
     ("/v1/completions", {"prompt": [2**32]}),
     ("/v1/completions", {"max_tokens": -1}),
-    ("/v1/completions", {"seed": -1}),
+    ("/v1/completions", {"seed": 2**63}),
     ("/v1/embeddings", {"input": None}),
     ("/v1/embeddings", {"input": [""]}),
     ("/v1/embeddings", {"dimensions": 0}),

@@ -48,6 +48,22 @@ async def response_to(request: Request, limit_bytes: int) -> object:
     return raised.value.response
 
 
+@pytest.mark.parametrize("name", [b"origin", b"sec-fetch-site"])
+async def test_a_body_may_be_of_any_type_where_that_is_allowed_and_no_web_page_sends_it(name: bytes) -> None:
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": b"{}"}
+
+    def request(*headers: tuple[bytes, bytes]) -> Request:
+        return Request({"type": "http", "headers": [(b"content-type", b"text/plain"), *headers]}, receive)
+
+    held = HeldBody(BodyMemory(1 << 30))
+    assert await body.read(request(), 5, held, takes_any_type=True) == b"{}"
+    for refused, takes_any_type in ((request(), False), (request((name, b"null")), True)):
+        with pytest.raises(ApiError) as raised:
+            await body.read(refused, 5, held, takes_any_type=takes_any_type)
+        assert raised.value.response.status == 415
+
+
 async def test_a_body_may_have_as_many_bytes_as_the_limit_and_not_one_more() -> None:
     assert await body.read(request_of(b"1234", b"5"), 5, HeldBody(BodyMemory(5))) == b"12345"
     assert await response_to(request_of(b"1234", b"56"), 5) == too_large(5)

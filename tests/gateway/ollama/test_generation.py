@@ -114,6 +114,8 @@ def test_settings_of_loading_and_samplers_that_are_off_have_no_effect() -> None:
         ({"format": "xml"}, "format"),
         ({"think": "x" * 65}, "think"),
         ({"think": 5}, "think"),
+        ({"think": "foo"}, "think"),
+        ({"options": {"seed": 2**63}}, "options.seed"),
         ({"keep_alive": "soon"}, "keep_alive"),
         ({"keep_alive": []}, "keep_alive"),
         ({"top_logprobs": 3}, "top_logprobs"),

@@ -44,6 +44,10 @@ SERVED: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"repeat_last_n": -1}, {"repetition_last_n": limits.MAX_TOKENS}),
     ({"random_seed": 3}, {"seed": 3}),
     ({"random_seed": 3, "seed": 3}, {"seed": 3}),
+    ({"random_seed": -1}, {"seed": None}),
+    ({"seed": -1}, {"seed": None}),
+    ({"seed": -2}, {"seed": 2**32 - 2}),
+    ({"seed": 2**63 - 1}, {"seed": 2**32 - 1}),
 ]
 PROGRESS: list[tuple[dict[str, Any], bool | None]] = [
     ({"stream": True, "return_progress": True}, True),
@@ -65,7 +69,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"repeat_penalty": 0}, "repeat_penalty"),
     ({"repeat_penalty": 1.5, "repetition_penalty": 1.2}, "repeat_penalty"),
     ({"n_predict": 2**40}, "n_predict"),
-    ({"random_seed": -1}, "random_seed"),
+    ({"random_seed": 2**63}, "random_seed"),
+    ({"seed": -(2**63) - 1}, "seed"),
 ]
 
 
