@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from tokenbus.gateway import rerank, vllm
+from tokenbus.gateway import llama_server, rerank, vllm
 from tokenbus.gateway.anthropic import error_bodies as anthropic_errors
 from tokenbus.gateway.anthropic import messages, model_list
 from tokenbus.gateway.anthropic.schemas import AnthropicErrorBody
@@ -22,6 +22,7 @@ OPENAI = Dialect(
     errors=ErrorForm(error_bodies.encode, schemas.ErrorBody),
     endpoints=(
         chat.ENDPOINT,
+        chat.INPUT_TOKENS,
         completions.ENDPOINT,
         responses.ENDPOINT,
         responses.INPUT_TOKENS,
@@ -34,7 +35,7 @@ OPENAI = Dialect(
     ),
     resources=models.RESOURCES,
     records=stored.RESOURCES,
-    refused=(*stored.REFUSED, *rerank.REFUSED),
+    refused=(*stored.REFUSED, *rerank.REFUSED, *llama_server.REFUSED),
     has_bare_paths=True,
 )
 """OpenAI's API, with the endpoints of others whose errors have its form."""

@@ -2,15 +2,17 @@
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from msgspec import UNSET
 
 from tokenbus.gateway.http import http_errors
-from tokenbus.gateway.openai import conversation_fields, schemas
+from tokenbus.gateway.http.http_errors import NameOf
+from tokenbus.gateway.openai import conversation_fields, input_tokens, schemas
 from tokenbus.gateway.openai.choices import PLAIN, ChoicesEncoder, StreamForm, encode_logprobs, encode_prompt_logprobs
 from tokenbus.gateway.openai.conversation_fields import ConversationFields
 from tokenbus.gateway.openai.fields import ReasoningWishes, WireFields
+from tokenbus.gateway.openai.input_tokens import CountCall, InputTokens
 from tokenbus.gateway.serving import conversation
 from tokenbus.gateway.serving.answer_events import (
     AnswerEnded,
@@ -62,8 +64,12 @@ class ChatRequest(ConversationFields, frozen=True, kw_only=True):
     """false only if that message is continued."""
 
 
-def read(chat: ChatRequest, head: RequestHead) -> ParsedGeneration:
-    """Validates a body as a router would. Raises RequestError with OpenAI's name for the field at fault."""
+class _Prepared(NamedTuple):
+    request: wire.GenerateRequest
+    name_of: NameOf
+
+
+def _prepared(chat: ChatRequest, head: RequestHead) -> _Prepared:
     if chat.messages is None:
         raise errors.invalid_field("messages", "is required")
     if chat.top_logprobs is not None and not chat.logprobs:
@@ -86,6 +92,12 @@ def read(chat: ChatRequest, head: RequestHead) -> ParsedGeneration:
     )
     with http_errors.renaming(name_of):
         validation.check_request(request)
+    return _Prepared(request, name_of)
+
+
+def read(chat: ChatRequest, head: RequestHead) -> ParsedGeneration:
+    """Validates a body as a router would. Raises RequestError with OpenAI's name for the field at fault."""
+    request, name_of = _prepared(chat, head)
     return ParsedGeneration(
         model=head.model,
         requests=(request,),
@@ -102,6 +114,12 @@ def read(chat: ChatRequest, head: RequestHead) -> ParsedGeneration:
         shows_prompts=bool(chat.return_token_ids),
         name_of=name_of,
     )
+
+
+def read_count(chat: ChatRequest, head: RequestHead) -> CountCall:
+    """Validates a body like that of a completion. Raises RequestError with OpenAI's name for the field at fault."""
+    request, name_of = _prepared(chat, head)
+    return input_tokens.counting(head.model, request, name_of)
 
 
 def continuation_of(
@@ -264,6 +282,11 @@ class ChunkEncoder(ChoicesEncoder):
         return schemas.ChoiceLogprobs(content=encode_logprobs(tokens, by_id=self._names_by_id)) if tokens else None
 
 
+_IGNORED = conversation_fields.IGNORED | {
+    "store": "chat completions are not stored, and clients are not told that they were",
+    "metadata": "the client's own notes",
+    "safety_identifier": "a name for abuse reports",
+}
 ENDPOINT = ApiEndpoint(
     path="/v1/chat/completions",
     summary="A chat completion",
@@ -273,12 +296,17 @@ ENDPOINT = ApiEndpoint(
     event=schemas.ChatCompletionChunk,
     required=("messages",),
     unserved=conversation_fields.UNSERVED,
-    ignored=conversation_fields.IGNORED
-    | {
-        "store": "chat completions are not stored, and clients are not told that they were",
-        "metadata": "the client's own notes",
-        "safety_identifier": "a name for abuse reports",
-    },
+    ignored=_IGNORED,
+)
+INPUT_TOKENS = ApiEndpoint(
+    path="/v1/chat/completions/input_tokens",
+    summary="The number of tokens of a chat completion's prompt (llama-server's)",
+    body=ChatRequest,
+    read=read_count,
+    response=InputTokens,
+    required=("messages",),
+    unserved=conversation_fields.UNSERVED,
+    ignored=_IGNORED,
 )
 
 

@@ -1,5 +1,7 @@
 """The fields common to chat completions and completions, which the Responses API knows and does not serve."""
 
+from typing import Any
+
 import msgspec
 
 from tokenbus.gateway.openai import other_names
@@ -20,13 +22,28 @@ class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
     """vLLM's: every event has the usage so far."""
 
 
+class FormatWithSchema(wire.ResponseFormat, frozen=True, kw_only=True):
+    """OpenAI's `response_format`, to which other servers have added another place for the schema."""
+
+    schema: dict[str, Any] | None = None
+    """llama-server's and Together's, with any type but `text`."""
+
+    def to_wire(self) -> wire.ResponseFormat:
+        """Raises RequestError for a schema that is given twice, or that the type does not allow."""
+        if self.schema is None:
+            return wire.ResponseFormat(type=self.type, json_schema=self.json_schema)
+        if self.type == "text" or self.json_schema is not None:
+            raise errors.invalid_field("response_format.schema", "can't be combined with type: text or json_schema")
+        return wire.ResponseFormat(type="json_schema", json_schema=wire.JsonSchema(schema=self.schema))
+
+
 class SamplingFields(OtherNames, frozen=True, kw_only=True):
     """The fields common to chat completions and completions."""
 
     max_tokens: int | None = None
     n: int | None = None
     stream_options: StreamOptions | None = None
-    response_format: wire.ResponseFormat | None = None
+    response_format: FormatWithSchema | None = None
     return_token_ids: bool | None = None
     """vLLM's: the response has the ids of the tokens of the prompt and of the answer."""
     return_tokens_as_token_ids: bool | None = None
@@ -62,10 +79,13 @@ class SamplingFields(OtherNames, frozen=True, kw_only=True):
         common, others, form = super().to_wire(session), other_names.translated(self), self.stream_form
         own = {
             "max_tokens": self.max_tokens,
-            "response_format": self.response_format,
+            "response_format": self.response_format and self.response_format.to_wire(),
             "cache_prompt": self.cache_prompt,
             "prompt_logprobs": self.prompt_logprobs,
             "return_token_ids": self.return_token_ids or None,
             "return_progress": form.shows_progress or form.continuous_usage or None,
         }
-        return WireFields(common.fields | own | others.fields, common.names | others.names)
+        names = common.names | others.names
+        if self.response_format is not None and self.response_format.schema is not None:
+            names = names | {"response_format.json_schema.schema": "response_format.schema"}
+        return WireFields(common.fields | own | others.fields, names)

@@ -54,7 +54,8 @@ def test_the_tokens_of_a_conversation_are_counted_as_a_completion_counts_them(ba
 
 def test_text_comes_back_from_its_tokens(base_url: str) -> None:
     _, found = post(base_url, "/tokenize", {"model": "demo", "prompt": "Grüß Gott"})
-    assert post(base_url, "/detokenize", {"model": "demo", "tokens": found["tokens"]}) == (200, {"prompt": "Grüß Gott"})
+    back = {"prompt": "Grüß Gott", "content": "Grüß Gott"}
+    assert post(base_url, "/detokenize", {"model": "demo", "tokens": found["tokens"]}) == (200, back)
 
 
 @pytest.mark.parametrize(
@@ -94,6 +95,7 @@ def test_calls_need_a_key_and_are_logged_and_counted_like_completions(slow_url: 
 
 UNNAMED: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": SAID, "max_tokens": 1},
+    "/v1/chat/completions/input_tokens": {"messages": SAID},
     "/v1/completions": {"prompt": "go", "max_tokens": 1},
     "/v1/responses": {"input": "go", "max_output_tokens": 1},
     "/v1/messages": {"messages": SAID, "max_tokens": 1},

@@ -3,13 +3,11 @@
 import secrets
 from typing import NamedTuple
 
-import msgspec
-
-from tokenbus.client.wire.wire_client import WireClient
 from tokenbus.gateway.http import http_errors
 from tokenbus.gateway.http.http_errors import NameOf
-from tokenbus.gateway.openai import conversation_fields
+from tokenbus.gateway.openai import conversation_fields, input_tokens
 from tokenbus.gateway.openai.fields import ReasoningWishes, WireFields
+from tokenbus.gateway.openai.input_tokens import CountCall, InputTokens
 from tokenbus.gateway.openai.responses import output, stored
 from tokenbus.gateway.openai.responses.body import PlacedItem, ResponsesBody
 from tokenbus.gateway.openai.responses.events import ResponseEncoder
@@ -19,7 +17,6 @@ from tokenbus.gateway.openai.responses.tools import OfferedTools
 from tokenbus.gateway.serving import conversation
 from tokenbus.gateway.serving.dialect import (
     ApiEndpoint,
-    ParsedCall,
     ParsedGeneration,
     RequestHead,
     ResponseHead,
@@ -65,13 +62,6 @@ _STREAMED_ERRORS = frozenset({str(errors.Code.PROMPT_TOO_LONG), str(errors.Code.
 
 class CountBody(ResponsesBody, frozen=True, kw_only=True):
     """The body: that of a response request."""
-
-
-class InputTokens(msgspec.Struct, frozen=True, kw_only=True):
-    """The response: how many tokens a model would read."""
-
-    input_tokens: int
-    object: str = "response.input_tokens"
 
 
 class _Prepared(NamedTuple):
@@ -150,16 +140,10 @@ def _to_wire(
     )
 
 
-def read_count(body: CountBody, head: RequestHead) -> ParsedCall[wire.TokenizeRequest, wire.TokenizeReply]:
+def read_count(body: CountBody, head: RequestHead) -> CountCall:
     """Validates a body like a response request's. Raises RequestError with OpenAI's name for the field at fault."""
     prepared = _prepared(body, head)
-    return ParsedCall(
-        model=head.model,
-        request=conversation.prompt_of(prepared.request, only_count=True),
-        send=WireClient.tokenize,
-        encode=lambda reply: msgspec.json.encode(InputTokens(input_tokens=reply.count or 0)),
-        name_of=prepared.name_of,
-    )
+    return input_tokens.counting(head.model, prepared.request, prepared.name_of)
 
 
 ENDPOINT = ApiEndpoint(

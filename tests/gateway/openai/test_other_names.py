@@ -100,6 +100,18 @@ def test_only_streams_tell_their_progress(path: str, fields: dict[str, Any], ask
     assert request_of(path, **fields).return_progress is asked
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_a_format_may_have_its_schema_beside_its_type(path: str) -> None:
+    for kind in ("json_object", "json_schema"):
+        assert request_of(path, response_format={"type": kind, "schema": SCHEMA}).response_format == JSON
+    for wrong in ({"type": "text"}, {"type": "json_schema", "json_schema": {"schema": SCHEMA}}):
+        refused = refusal_of(lambda wrong=wrong: request_of(path, response_format=wrong | {"schema": SCHEMA}))
+        assert refused.param == "response_format.schema"
+    asked = {"response_format": {"type": "json_object", "schema": SCHEMA}}
+    parsed = ENDPOINTS[path].parse(json.dumps(BODIES[path] | asked).encode(), {}, "r", "m")
+    assert parsed.name_of("response_format.json_schema.schema.type") == "response_format.schema.type"
+
+
 @pytest.mark.parametrize(
     ("path", "name"), [("/v1/chat/completions", "max_completion_tokens"), ("/v1/responses", "max_output_tokens")]
 )
