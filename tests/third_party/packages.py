@@ -35,18 +35,19 @@ def environment(name: str) -> Path:
     return folder / "bin"
 
 
-def source(package: str) -> Path:
-    """Returns the unpacked source of a package of `packages/sdks.txt`, as it was published."""
-    pins = [line.partition("[")[0] + "==" + line.partition("==")[2] for line in _pinned("sdks")]
+def source(package: str, pinned_in: str, part: str = "") -> Path:
+    """Returns the unpacked source, or only a folder of it, of a package of `packages/NAME.txt`, as it was published."""
+    pins = [line.partition("[")[0] + "==" + line.partition("==")[2] for line in _pinned(pinned_in)]
     pin = next(one for one in pins if one.startswith(f"{package}=="))
-    with _made(package, pin.encode()) as (folder, is_new):
+    with _made(f"{package}-source" if part else package, f"{pin}{part}".encode()) as (folder, is_new):
         if is_new:
             folder.mkdir()
-            pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-binary", ":all:"]
+            pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-binary", package]
             _run([*pip, "-d", str(folder), pin])
             (archive,) = folder.glob("*.tar.gz")
             with tarfile.open(archive) as packed:
-                packed.extractall(folder, filter="data")
+                wanted = [one for one in packed if one.name.partition("/")[2].startswith(part)]
+                packed.extractall(folder, wanted, filter="data")
             archive.unlink()
     (root,) = (path for path in folder.iterdir() if path.is_dir())
     return root

@@ -80,12 +80,13 @@ def serving(folder: Path) -> Iterator[Served]:
             stack.enter_context(running_worker(nats, "--model", str(path), "--served-name", name, "--threads", "1"))
         gateway = stack.enter_context(running_gateway(nats, folder, *aliases, "--default-model", "demo"))
         for name in (SCRIPTED, EMBEDDER, RERANKER):
-            _wait_for(f"{gateway.url}/models/{name}", 200)
-        _wait_for(f"{gateway.url}/models/nobody", 404)  # a young router does not know yet which models there are not
+            wait_for(f"{gateway.url}/models/{name}", 200)
+        wait_for(f"{gateway.url}/models/nobody", 404)  # a young router does not know yet which models there are not
         yield Served(nats, gateway.url, gateway)
 
 
-def _wait_for(url: str, status: int) -> None:
+def wait_for(url: str, status: int) -> None:
+    """Waits until a URL answers with a status. Raises TimeoutError."""
     deadline = time.monotonic() + _READY_TIMEOUT_S
     while _status(url) != status:
         if time.monotonic() > deadline:

@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tests.third_party import agents, packages, scores
+from tests.third_party import agents, llama_server, packages, scores
 from tests.third_party.judging import Outcome
+from tests.third_party.junit import from_junit
 from tests.third_party.running import run
 from tests.third_party.serving import SCRIPTED, Served
 
@@ -32,24 +33,15 @@ def _resources(package: str, files: tuple[str, ...], url: Callable[[Served], str
     """Returns what runs the tests of a library's resources, as they are published."""
 
     def run_suite(served: Served) -> list[Outcome]:
-        source, programs = packages.source(package), packages.environment("sdks")
+        source, programs = packages.source(package, "sdks"), packages.environment("sdks")
         with tempfile.TemporaryDirectory() as folder:
             report = Path(folder) / "report.xml"
             pytest = [str(programs / "python"), "-m", "pytest", "-q", "-o", "addopts=", "-p", "no:cacheprovider"]
             tests = [f"tests/api_resources/{name}" for name in files]
             run([*pytest, "--tb=line", f"--junitxml={report}", *tests], {"TEST_API_BASE_URL": url(served)}, source)
-            return list(_from_junit(report.read_bytes()))
+            return list(from_junit(report.read_bytes(), "tests.api_resources."))
 
     return run_suite
-
-
-def _from_junit(report: bytes) -> Iterator[Outcome]:
-    for case in xml.fromstring(report).iter("testcase"):
-        where = case.get("classname", "").removeprefix("tests.api_resources.")
-        failed = next((one for kind in ("failure", "error") for one in case.iter(kind)), None)
-        passed = None if case.find("skipped") is not None else failed is None
-        detail = (failed.get("message") or "") if failed is not None else ""
-        yield Outcome(f"{where}.{case.get('name')}", passed, detail[:500])
 
 
 def _probe(served: Served) -> list[Outcome]:
@@ -154,6 +146,7 @@ SUITES = {
     "canitoolcall": Suite("`canitoolcall probe`", _probe),
     "schemathesis": Suite("schemathesis, by the OpenAPI document", _schemathesis),
     "lm-eval": Suite("lm-eval's multiple-choice tasks, as on llama-cpp-python's server", scores.run_tasks),
+    "llama-server": Suite("the tests of llama.cpp's server", llama_server.run_tests),
     "openai-client": Suite("`openai` (Python)", _script("openai_client.py", "sdks")),
     "open-responses": Suite("Open Responses, by its specification", _script("open_responses.py", "sdks")),
     "anthropic-client": Suite("`anthropic` (Python)", _script("anthropic_client.py", "sdks")),
