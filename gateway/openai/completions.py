@@ -121,6 +121,7 @@ def read(asked: CompletionRequest, head: RequestHead) -> ParsedGeneration:
         with http_errors.renaming(http_errors.by_field(common.names | {"prompt": place, "token_ids": place})):
             validation.check_request(request)
     echoes = [_echo(asked, one) for one in requests]
+    own_names = {"token_ids": "prompt"} | ({} if asked.prompt_logprobs is not None else {"prompt_logprobs": "echo"})
     return ParsedGeneration(
         model=head.model,
         requests=requests,
@@ -136,9 +137,7 @@ def read(asked: CompletionRequest, head: RequestHead) -> ParsedGeneration:
         n=n,
         counts_tokens=asked.stream_form.continuous_usage,
         shows_prompts=bool(asked.return_token_ids),
-        name_of=http_errors.by_field(
-            {"token_ids": "prompt"} | ({} if asked.prompt_logprobs is not None else {"prompt_logprobs": "echo"})
-        ),
+        name_of=http_errors.by_field(common.names | own_names),
     )
 
 
