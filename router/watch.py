@@ -108,12 +108,15 @@ class FleetWatch:
         self._fleet.sweep(now)
         if self._confirming is None and self._fleet.has_expired_leases(now):
             self._confirming = tasks.background("confirm lost workers", self._confirm_lost(now))
+        self._ask_for_snapshots(now)
+        self._lifecycle.tick(now)
+
+    def _ask_for_snapshots(self, now: float) -> None:
         room_bytes = self._bus.max_payload - limits.MESSAGE_RESERVE_BYTES
         for worker in self._fleet.snapshots_due(now, _SNAPSHOT_RETRY_S):
             subject = self._names.worker(worker.card.model, worker.card.worker_id, "snapshot")
             request = self._recovery.snapshot_request(worker, room_bytes)
             self._ask(subject, self._snapshot_inbox(worker.card.address), codec.encode(request))
-        self._lifecycle.tick(now)
 
     async def _confirm_lost(self, now: float) -> None:
         """Gives up the workers that were silent at `now`, once all that was received by then has been read."""
@@ -203,7 +206,11 @@ class FleetWatch:
         if address.worker_id != part.worker_id:
             self._log.error("snapshot_refused", error=f"{address.worker_id} sent another worker's snapshot")
             return
-        self._recovery.apply(self._fleet.apply_snapshot_part(address.model, part, time.monotonic()), address)
+        now = time.monotonic()
+        update = self._fleet.apply_snapshot_part(address.model, part, now)
+        self._recovery.apply(update, address)
+        if update.snapshot is not None:  # the next worker's turn
+            self._ask_for_snapshots(now)
 
     def _snapshot_inbox(self, address: subjects.WorkerAddress) -> str:
         """The reply subject for one worker's snapshots. Its keyed hash proves that this router has asked that worker:

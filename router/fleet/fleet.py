@@ -28,6 +28,9 @@ from tokenbus.router.workers.worker import SETTLE_S, Worker, incarnation_key
 
 MAX_WORKERS = 4_096
 """Workers and model names that are kept: bounds a router's memory whatever is published."""
+MAX_SNAPSHOTS = 32
+"""Snapshots that a router awaits at a time. After its reconnect it needs those of all workers: from 2,000 at once came
+70 MB."""
 _REFUSAL_TTL_S = 30.0
 """A refused card is rechecked after this time: the workers that it contradicts may be gone."""
 _MIN_VALUES = {
@@ -175,8 +178,15 @@ class Fleet:
     # Event logs
 
     def snapshots_due(self, now: float, interval_s: float) -> list[Worker]:
-        """Returns the workers from which to request a snapshot now, each at most once every `interval_s`."""
-        return [worker for worker in self._workers.values() if worker.log.request_snapshot(now, interval_s)]
+        """Returns the workers from which to request a snapshot now, each at most once every `interval_s`.
+
+        At most `MAX_SNAPSHOTS` are outstanding. The busiest workers come first, but those that were asked before last:
+        workers that do not answer hold up no others."""
+        behind = [worker for worker in self._workers.values() if worker.log.is_behind]
+        due = [worker for worker in behind if now - worker.log.requested_at >= interval_s]
+        due.sort(key=lambda worker: (worker.log.requested_at, -worker.num_requests))
+        room = max(0, MAX_SNAPSHOTS - len(behind) + len(due))
+        return [worker for worker in due[:room] if worker.log.request_snapshot(now, interval_s)]
 
     def mark_behind(self, card: messages.Card) -> None:
         """Records that this incarnation's events may have been missed."""

@@ -23,6 +23,7 @@ incarnation, once its successor has named it:
 A client that does not stream gets only a terminal, so the second line does not count for its request. Until
 `Worker.settled_at` more may arrive, and a no may become a yes."""
 
+import math
 from collections import deque
 from typing import NamedTuple
 
@@ -120,6 +121,11 @@ class WorkerEventLog:
         self._parts.clear()
         self._buffered_bytes = self._snapshot_bytes = 0
         self._first_requested_at = None
+
+    @property
+    def requested_at(self) -> float:
+        """When a snapshot that can close the gap was last requested; minus infinity if none was."""
+        return -math.inf if self._first_requested_at is None else self._requested_at
 
     def request_snapshot(self, now: float, interval_s: float) -> bool:
         """Returns whether to request a snapshot now: only when behind, and at most once in `interval_s`."""

@@ -4,7 +4,7 @@ import pytest
 
 from tests.router.builders import DRAINING, LOAD_OF_3, at, card, events, expired, fleet_of, known, named, part
 from tokenbus.protocol.wire import codec, internal, messages
-from tokenbus.router.fleet.fleet import FleetUpdate
+from tokenbus.router.fleet.fleet import MAX_SNAPSHOTS, FleetUpdate
 
 
 def test_events_of_an_unknown_worker_or_incarnation_ask_for_a_discovery() -> None:
@@ -111,6 +111,24 @@ def test_after_a_disconnect_of_the_router_every_worker_is_asked_for_a_snapshot()
     assert fleet.snapshots_due(0.0, 1.0) == []
     fleet.mark_all_behind()
     assert named(fleet.snapshots_due(0.0, 1.0)) == ["w1", "w2"]
+
+
+def test_32_snapshots_are_awaited_at_a_time_busy_workers_first_and_those_that_do_not_answer_last() -> None:
+    count = 3 * MAX_SNAPSHOTS
+    fleet = fleet_of(*(card(f"w{number:02}") for number in range(count)))
+    for number in range(count):
+        fleet.apply_events("demo", events(f"w{number:02}", seq=0, load=messages.Load(running=number)), 0.0)
+    fleet.mark_all_behind()
+    busiest_first = [f"w{number:02}" for number in reversed(range(count))]
+    asked = named(fleet.snapshots_due(0.0, 1.0))
+    assert asked == busiest_first[:MAX_SNAPSHOTS]
+    assert fleet.snapshots_due(0.5, 1.0) == []
+    fleet.apply_snapshot_part("demo", part(asked[7], seq=0), 0.5)
+    asked += named(fleet.snapshots_due(0.5, 1.0))
+    assert asked == busiest_first[: MAX_SNAPSHOTS + 1]
+    for now in (1.0, 1.5, 2.0, 2.5, 3.0):
+        asked += named(fleet.snapshots_due(now, 1.0))
+    assert [asked.index(name) for name in busiest_first] == sorted(asked.index(name) for name in busiest_first)
 
 
 def test_events_count_only_for_the_workers_own_model() -> None:
