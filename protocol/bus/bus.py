@@ -21,7 +21,9 @@ from nats.aio.msg import Msg
 
 Callback = Callable[[Msg], None]
 
-_NO_RESPONDERS = "503"
+_STATUS = "Status"
+NO_RESPONDERS = {_STATUS: "503"}
+"""The headers of the broker's notice that a subject has no subscribers."""
 _CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 """Linux stops CLOCK_MONOTONIC during a suspend. Elsewhere that clock keeps running, or there is nothing better."""
 
@@ -150,7 +152,7 @@ class OwnedBus(Bus, Protocol):
 
 def is_no_responders(message: Msg) -> bool:
     """Whether a message is the broker's notice that the subject of a request has no subscribers."""
-    return not message.data and message.headers is not None and message.headers.get("Status") == _NO_RESPONDERS
+    return not message.data and message.headers is not None and message.headers.get(_STATUS) == NO_RESPONDERS[_STATUS]
 
 
 def lease_time() -> float:

@@ -10,6 +10,7 @@ from tokenbus.protocol import tasks
 from tokenbus.protocol.bus.bus import Bus
 from tokenbus.protocol.wire import block_hash, internal, subjects
 from tokenbus.worker.broker.announcer import Announcer
+from tokenbus.worker.broker.own_subjects import OwnSubjects
 from tokenbus.worker.broker.replica_state import Serving
 from tokenbus.worker.contract import contract, engine_request
 from tokenbus.worker.kv_exchange.fetcher import Fetch, Fetcher
@@ -44,14 +45,14 @@ class KvExchange:
         """Returns when no other worker reads blocks here."""
         await self._holder.none_leased.wait()
 
-    async def open(self, incoming: Bus, names: subjects.Subjects, connect: Connect) -> None:
+    async def open(self, incoming: Bus, names: subjects.Subjects, connect: Connect, own: OwnSubjects) -> None:
         """Serves other workers' requests, which arrive over `incoming`. `connect` opens a connection for blocks."""
         model, worker_id = self._announcer.model, self._announcer.worker_id
         self._transport = BlockTransport(
             incoming, connect, names, model, worker_id, self._holder, lambda: self._is_computing
         )
         self._fetcher = Fetcher(self._transport)
-        await self._transport.open()
+        await self._transport.open(own.serve)
 
     async def close(self) -> None:
         """Stops serving and fetching."""

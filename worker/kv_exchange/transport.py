@@ -23,7 +23,14 @@ import xxhash
 from nats.aio.msg import Msg
 
 from tokenbus.protocol import tasks
-from tokenbus.protocol.bus.bus import Bus, NoRespondersError, OutboundBufferLimitError, Outgoing, is_no_responders
+from tokenbus.protocol.bus.bus import (
+    Bus,
+    Callback,
+    NoRespondersError,
+    OutboundBufferLimitError,
+    Outgoing,
+    is_no_responders,
+)
 from tokenbus.protocol.bus.reply_inbox import ReplyInbox
 from tokenbus.protocol.parts.assembly import UploadLimits, part_bytes
 from tokenbus.protocol.parts.receiver import PartsReceiver
@@ -118,10 +125,10 @@ class BlockTransport:
         state = "open" if self._bus else "closed"
         return f"<BlockTransport {state}, {len(self._asked)} asked, {len(self._tasks)} being given>"
 
-    async def open(self) -> None:
-        """Starts to accept other workers' requests."""
+    async def open(self, serve: Callable[[str, Callback], None]) -> None:
+        """Starts to accept other workers' requests; `serve` takes the name of a service, and what handles it."""
         await self._receiver.open(self._incoming)
-        await self._incoming.subscribe(self._own("kv"), self._question)
+        serve("kv", self._question)
 
     async def close(self) -> None:
         """Closes the connection for blocks."""

@@ -27,6 +27,7 @@ from tokenbus.protocol.wire import block_hash, codec, errors, internal, limits, 
 from tokenbus.protocol.wire.checks import pooling, validation
 from tokenbus.worker.adapters.adapters import Adapters
 from tokenbus.worker.broker.announcer import Announcer
+from tokenbus.worker.broker.own_subjects import OwnSubjects
 from tokenbus.worker.contract import contract
 from tokenbus.worker.replica.client_requests import ClientRequests
 from tokenbus.worker.replica.drain import Drain
@@ -120,8 +121,9 @@ class Endpoints:
     def __repr__(self) -> str:
         return f"<Endpoints {len(self._calls)} calls>"
 
-    async def open(self, incoming: Bus, sender: PartsSender) -> None:
-        """Subscribes to every subject; from then on the worker can be reached.
+    async def open(self, incoming: Bus, own: OwnSubjects, sender: PartsSender) -> None:
+        """Subscribes to every subject, those that others serve of `own` included; from then on the worker can be
+        reached.
 
         Messages from others arrive over `incoming`. Only the broker's own notices arrive over the connection that
         chunks leave on, so that its answers to the frontend's pings never queue behind client messages."""
@@ -132,7 +134,8 @@ class Endpoints:
             name: partial(self._serve, service) for name, service in self._services().items()
         }
         for name, handler in {**handlers, "tokenizer": self._send_tokenizer}.items():
-            await incoming.subscribe(self._names.worker(model, worker_id, name), partial(self._receive, handler))
+            own.serve(name, partial(self._receive, handler))
+        await own.open()
         self.clients.open(incoming)
         await incoming.subscribe(self._names.discover, lambda _: self._announcer.publish_card())
         await incoming.subscribe(self._names.card(model, worker_id), self._own_card)

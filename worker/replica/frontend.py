@@ -16,6 +16,7 @@ from tokenbus.protocol.wire import internal, subjects
 from tokenbus.worker.adapters.adapters import Adapters
 from tokenbus.worker.broker.announcer import Announcer
 from tokenbus.worker.broker.lifeline import Lifeline
+from tokenbus.worker.broker.own_subjects import OwnSubjects
 from tokenbus.worker.broker.replica_state import ReplicaEvent, ReplicaState, Serving
 from tokenbus.worker.contract import contract
 from tokenbus.worker.kv_exchange.exchange import KvExchange
@@ -106,10 +107,11 @@ class Frontend:
         incoming, model, worker_id = self._incoming, self.announcer.model, self.announcer.worker_id
         received = ReplyInbox(incoming, partial(self._names.received, model, worker_id))
         sender = PartsSender(incoming, received, timeout_s=_PART_TIMEOUT_S, tries=2)
-        await self._guardians.open(incoming, sender)
+        own = OwnSubjects(incoming, self._names, model, worker_id)
+        await self._guardians.open(own, sender)
         if connect is not None:
-            await self.exchange.open(incoming, self._names, connect)
-        await self._endpoints.open(incoming, sender)
+            await self.exchange.open(incoming, self._names, connect, own)
+        await self._endpoints.open(incoming, own, sender)
 
     async def close(self) -> None:
         """Ends the subscriptions, the connection for KV blocks if there is one, and the adapters' files."""

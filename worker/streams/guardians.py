@@ -29,6 +29,7 @@ from tokenbus.protocol.ttl_cache import TTLCache
 from tokenbus.protocol.wire import codec, errors, internal, limits, subjects
 from tokenbus.protocol.wire.checks import validation
 from tokenbus.worker.broker.announcer import Announcer
+from tokenbus.worker.broker.own_subjects import OwnSubjects
 from tokenbus.worker.streams.outbox import Outbox
 from tokenbus.worker.streams.stream import WorkerStream
 from tokenbus.worker.streams.streams import Streams
@@ -82,12 +83,12 @@ class Guardians:
     def __repr__(self) -> str:
         return f"<Guardians {sorted({str(stream.guardian) for stream in self._streams})}>"
 
-    async def open(self, incoming: Bus, sender: PartsSender) -> None:
+    async def open(self, own: OwnSubjects, sender: PartsSender) -> None:
         """Subscribes. The broker sends its no-responders notices over the connection that asked."""
         self._sender = sender
         subject = self._names.worker(self._announcer.model, self._announcer.worker_id, "unguarded.*")
         await self._connection.subscribe(subject, self._on_unguarded)
-        await incoming.subscribe(self._replies_to, self._on_reply)
+        own.serve("guarded", self._on_reply)
 
     def tick(self, now: float) -> None:
         """Once a second, asks every guardian, and offers the streams that have none."""

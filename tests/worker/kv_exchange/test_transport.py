@@ -14,6 +14,7 @@ from tokenbus.cli.console import nats_server
 from tokenbus.protocol.bus import connection
 from tokenbus.protocol.bus.bus import Bus
 from tokenbus.protocol.wire import block_hash, codec, internal, subjects
+from tokenbus.worker.broker.own_subjects import OwnSubjects
 from tokenbus.worker.kv_exchange import transport
 from tokenbus.worker.kv_exchange.holder import LEASE_S, UNREAD_S, Holder
 from tokenbus.worker.kv_exchange.transport import BlockTransport, Pace, TransferError
@@ -47,7 +48,9 @@ async def ends(tmp_path: Path) -> AsyncIterator[tuple[End, End]]:
     found = []
     for name in ("a", "b"):
         end = End(broker.url, name, await connection.connect(connection.BusSettings(url=broker.url), name))
-        await end.transport.open()
+        own = OwnSubjects(end.incoming, NAMES, "demo", name)
+        await end.transport.open(own.serve)
+        await own.open()
         await end.incoming.flush()
         found.append(end)
     found[0].engine.blocks = {number: block(number) for number in range(40)}
