@@ -73,7 +73,7 @@ class GenerateFields(TypedDict, total=False):
     messages: Conversation | None
     prompt: str | None
     suffix: str | None
-    token_ids: Sequence[int] | None
+    token_ids: Sequence[int] | bytes | None
     max_tokens: int | None
     min_tokens: int | None
     temperature: float | None

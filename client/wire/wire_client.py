@@ -22,7 +22,7 @@ from tokenbus.protocol.bus import bus
 from tokenbus.protocol.bus import connection as nats
 from tokenbus.protocol.shared_answer import SharedAnswer
 from tokenbus.protocol.telemetry import tracing
-from tokenbus.protocol.wire import codec, errors, limits, messages, subjects
+from tokenbus.protocol.wire import block_hash, codec, errors, limits, messages, subjects
 from tokenbus.protocol.wire.checks import validation
 from tokenbus.protocol.wire.default_model import default_model
 
@@ -158,6 +158,8 @@ class WireClient:
         request = request or field_reader.read(fields, messages.GenerateRequest)
         if request.id is None:
             request = codec.replace(request, id=secrets.token_urlsafe(16))
+        if self._encoding is codec.Encoding.MSGPACK:
+            request = _packed(request)
         # may raise, so it comes before the span starts
         subject = "" if model is None else self._names.generate(model, self._tenant)
         span = self._begin_span(model, request, headers)
@@ -353,3 +355,11 @@ def _joined(whole: messages.ModelsReply, page: messages.ModelsReply) -> messages
             cards = {card.worker_id: card for card in (*(known.workers or []), *more.workers)}
             models[more.model] = codec.replace(known, workers=list(cards.values()))
     return codec.replace(whole, models=list(models.values()))
+
+
+def _packed(request: messages.GenerateRequest) -> messages.GenerateRequest:
+    """Packs a list of token ids; one that can't be packed is left for the router to refuse."""
+    if isinstance(request.token_ids, list):
+        with contextlib.suppress(OverflowError, TypeError):
+            return codec.replace(request, token_ids=block_hash.pack_token_ids(request.token_ids))
+    return request

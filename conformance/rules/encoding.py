@@ -1,6 +1,8 @@
 """Rules of the encodings: which requests can be read, and how the replies are encoded."""
 
+import base64
 import json
+import struct
 
 import msgspec
 
@@ -66,6 +68,21 @@ async def null_is_absent(probe: Probe) -> None:
     body = dict.fromkeys(_OPTIONAL) | {"prompt": "x", "max_tokens": 2}
     for encoding in (None, MSGPACK):
         _check_accepted(await probe.ask(body, content_type=encoding), "with null fields")
+
+
+async def packed_token_ids(probe: Probe) -> None:
+    """Token ids may be packed into four bytes each: bytes in MessagePack, base64 in JSON."""
+    ids = {"prompt": None, "token_ids": [1, 2, 3, 4]}
+    packed = struct.pack("<4I", 1, 2, 3, 4)
+    expected = await probe.ask(short_request(4, **ids))
+    _check_accepted(expected, "with token ids")
+    for given, encoding in ((packed, MSGPACK), (base64.b64encode(packed).decode(), None)):
+        answer = await probe.ask(short_request(4, **ids | {"token_ids": given}), content_type=encoding)
+        _check_accepted(answer, "with packed token ids")
+        usages = [one.messages[-1]["usage"]["prompt_tokens"] for one in (expected, answer)]
+        expect(usages[0] == usages[1], f"a prompt of {usages[0]} tokens has {usages[1]} if they are packed")
+    answer = await probe.ask(short_request(4, **ids | {"token_ids": packed[:-1]}), content_type=MSGPACK)
+    stream_checks.check_refusal(answer.messages, "invalid_request", param="token_ids")
 
 
 async def unknown_fields(probe: Probe) -> None:

@@ -119,7 +119,7 @@ def read(asked: CompletionRequest, head: RequestHead) -> ParsedGeneration:
     for number, request in enumerate(requests):
         place = "prompt" if len(requests) == 1 else f"prompt[{number}]"
         with http_errors.renaming(http_errors.by_field(common.names | {"prompt": place, "token_ids": place})):
-            validation.check_request(request)
+            requests[number] = validation.check_request(request)
     echoes = [_echo(asked, one) for one in requests]
     own_names = {"token_ids": "prompt"} | ({} if asked.prompt_logprobs is not None else {"prompt_logprobs": "echo"})
     return ParsedGeneration(

@@ -27,7 +27,7 @@ from tokenbus.gateway.serving.dialect import (
 from tokenbus.gateway.serving.request_log import RequestLog
 from tokenbus.gateway.storage.records import TenantRecords
 from tokenbus.protocol import tasks
-from tokenbus.protocol.wire import errors
+from tokenbus.protocol.wire import block_hash, errors
 from tokenbus.protocol.wire.messages import GenerateRequest
 
 STATUS_HOLD_S = 10.0
@@ -101,8 +101,8 @@ async def _prompts(requests: Sequence[GenerateRequest], exchange: HttpExchange) 
 async def _tokenize_all(requests: Sequence[GenerateRequest], exchange: HttpExchange) -> list[Sequence[int]]:
     found: list[Sequence[int]] = []
     for one in requests:
-        if one.token_ids is not None:
-            found.append(one.token_ids)
+        if isinstance(one.token_ids, bytes):
+            found.append(block_hash.unpack_token_ids(one.token_ids).tolist())
         else:
             reply = await exchange.client.tokenize(exchange.served_as, conversation.prompt_of(one))
             found.append(reply.token_ids or [])

@@ -69,8 +69,9 @@ class GenerateRequest(Message, GenerationParams, frozen=True, kw_only=True, omit
     suffix: str | None = None
     """A text that follows the completion, which fills the gap between `prompt` and this. Only with `prompt`, and for
     models that have the feature `fim`."""
-    token_ids: list[int] | None = None
-    """A prompt that is already tokenized."""
+    token_ids: list[int] | bytes | None = None
+    """A prompt that is already tokenized: a list, or packed as unsigned 32-bit little-endian integers, which is quicker
+    to read. Packed ids are bytes in MessagePack and base64 in JSON; routers of earlier versions refuse them."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Variables for the chat template, nested at most 64 levels deep."""
     timeout_ms: Annotated[float | None, TIMEOUT_MS] = None

@@ -141,7 +141,7 @@ class Intake:
             address, adapter = self._models.with_adapter(address)
             if adapter is not None:
                 request = codec.replace(request, lora=[messages.Lora(name=adapter), *(request.lora or [])])
-            validation.check_request(request)
+            request = validation.check_request(request)
             if request.id is None:
                 request = codec.replace(request, id=secrets.token_urlsafe(16))
             flight = Flight(request, address, message.reply, encoding, time.monotonic())

@@ -4,23 +4,28 @@ A router checks each request, and a worker checks each run again, since it can't
 the field, what is wrong with it and what is allowed.
 """
 
-from array import array
-from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+import functools
+import itertools
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import msgspec
 
-from tokenbus.protocol.wire import codec, errors, generate, internal, limits, messages, reasoning, subjects
+from tokenbus.protocol.wire import block_hash, codec, errors, generate, internal, limits, messages, reasoning, subjects
 from tokenbus.protocol.wire.checks.strict_schema import check_strict
 from tokenbus.protocol.wire.errors import invalid_field
-from tokenbus.protocol.wire.params import GenerationParams, JsonSchema, ranges_of
+from tokenbus.protocol.wire.params import GenerationParams, JsonSchema, Range, ranges_of
 from tokenbus.protocol.wire.tools import check_free_form, check_json_size, check_members, check_tool_choice, check_tools
 
+_REQUEST = messages.GenerateRequest
 _TOOLS_NEED_MESSAGES = "need messages: a prompt has no place for them"
 REASONING_BUDGET = "reasoning_budget"
 """The feature of workers that can end reasoning early."""
 CONTINUE = "continue_final_message"
 """The feature of workers that can continue a message, and the field that asks for it."""
+_MAX_SETS = 1_024
+"""Sets of given fields that are remembered."""
 _MAX_DIGITS = 32
 """Digits of a number that an error repeats."""
 
@@ -35,14 +40,22 @@ class RequiredFeature(NamedTuple):
 _resyncs = codec.Decoder(messages.ResyncRequest)
 
 
-def check_request(request: messages.GenerateRequest) -> None:
-    """Raises RequestError for the first field that is not allowed."""
+def check_request(request: messages.GenerateRequest) -> messages.GenerateRequest:
+    """Returns the request, with its prompt packed if that is a list of token ids. Raises RequestError for the first
+    field that is not allowed."""
     check_id(request.id)
     _check_one_prompt(request)
-    _check_params(request)
+    _check_given(request)
+    if request.token_ids is None:
+        return request
+    packed = _packed(request.token_ids)
+    return request if packed is request.token_ids else codec.replace(request, token_ids=packed)
+
+
+def _check_prompt_fields(request: messages.GenerateRequest) -> None:
+    """Checks what only some kinds of prompts may have."""
     if request.messages is not None:
         _check_messages(request.messages)
-    _check_token_ids("token_ids", request.token_ids or [])
     check_free_form(request.chat_template_kwargs, "chat_template_kwargs")
     if request.tools and request.messages is None:
         raise invalid_field("tools", _TOOLS_NEED_MESSAGES)
@@ -63,7 +76,7 @@ def check_run(run: internal.Run) -> None:
     check_key(run.request_id)
     check_router_id(run.router_id)
     check_ranges(run)
-    _check_params(run.params)
+    _check_given(run.params)
     for index, one in enumerate(run.adapters):
         check_ranges(one, f"adapters[{index}].")
     if run.resume_from is not None:
@@ -200,9 +213,12 @@ def check_ranges(struct: msgspec.Struct, path: str = "") -> None:
 
     `path` comes before its name in the error."""
     for name, allowed in ranges_of(type(struct)).items():
-        value = getattr(struct, name)
-        if value is not None and not allowed.contains(value):
-            raise invalid_field(path + name, f"must be {allowed}, got {str(value)[:_MAX_DIGITS]}")
+        _check_range(path + name, getattr(struct, name), allowed)
+
+
+def _check_range(path: str, value: float | None, allowed: Range) -> None:
+    if value is not None and not allowed.contains(value):
+        raise invalid_field(path, f"must be {allowed}, got {str(value)[:_MAX_DIGITS]}")
 
 
 def required_features(request: messages.GenerateRequest) -> Iterator[RequiredFeature]:
@@ -262,7 +278,7 @@ def to_params(request: messages.GenerateRequest) -> GenerationParams:
 
     Workers don't see the variables of the chat template. A constrained answer must not begin with reasoning if these
     turn it off, so the parameters say so."""
-    params = {name: getattr(request, name) for name in GenerationParams.__struct_fields__}
+    params = {name: getattr(request, name) for name in _given(request).params}
     if constraints_given(request) or request.called_tools:
         params["reasoning"] = reasoning.as_switched(request.reasoning, request.chat_template_kwargs)
     return GenerationParams(**params)
@@ -281,24 +297,72 @@ def message_text(message: messages.ChatMessage) -> str:
     return message.content or ""
 
 
-def _check_params(params: GenerationParams) -> None:
-    check_ranges(params)
+class _Given(NamedTuple):
+    """The checks of requests, or of runs' parameters, that give a certain set of fields."""
+
+    ranges: tuple[tuple[str, Range], ...]
+    """The given numbers and their ranges."""
+    checks: tuple[Callable[[Any], None], ...]
+    params: tuple[str, ...]
+    """The given fields that are parameters of the generation."""
+
+
+def _check_given(params: GenerationParams) -> None:
+    """Checks the fields of a request or of a run's parameters, of which most are absent in most requests."""
+    given = _given(params)
+    for name, allowed in given.ranges:
+        _check_range(name, getattr(params, name), allowed)
+    for check in given.checks:
+        check(params)
+
+
+def _given(params: GenerationParams) -> _Given:
+    kind = type(params)
+    return _find_given(kind, tuple(map(operator.is_not, msgspec.structs.astuple(params), _defaults(kind))))
+
+
+@functools.cache
+def _defaults(kind: type[GenerationParams]) -> tuple[object, ...]:
+    return msgspec.structs.astuple(kind())
+
+
+@functools.lru_cache(_MAX_SETS)
+def _find_given(kind: type[GenerationParams], are_given: tuple[bool, ...]) -> _Given:
+    names = list(itertools.compress(kind.__struct_fields__, are_given))
+    ranges = ranges_of(kind)
+    return _Given(
+        tuple((name, ranges[name]) for name in ranges if name in names),
+        tuple(
+            check
+            for fields, check in _CHECKS
+            if not fields.isdisjoint(names) and (check is not _check_prompt_fields or issubclass(kind, _REQUEST))
+        ),
+        tuple(name for name in names if name in GenerationParams.__struct_fields__),
+    )
+
+
+def _check_stop_token_ids(params: GenerationParams) -> None:
     stop_ids = params.stop_token_ids or []
     if len(stop_ids) > limits.MAX_STOP_TOKEN_IDS:
         raise invalid_field(
             "stop_token_ids", f"at most {limits.MAX_STOP_TOKEN_IDS} ids are allowed, got {len(stop_ids)}"
         )
     _check_token_ids("stop_token_ids", stop_ids)
-    _check_stops(params)
-    _check_logit_bias(params.logit_bias or {})
-    _check_constraint(params)
+
+
+def _check_tool_fields(params: GenerationParams) -> None:
     check_free_form(params.tool_choice, "tool_choice")
     check_tools(params.tools or [])
     check_tool_choice(params.tool_choice, params.tools or [])
-    _check_lora(params.lora or [])
+
+
+def _check_hints(params: GenerationParams) -> None:
     _check_salts(params, "cache_salt", "session_id")
     if params.cache_control is not None:
         check_ranges(params.cache_control, "cache_control.")
+
+
+def _check_reasoning(params: GenerationParams) -> None:
     if params.reasoning is not None:
         check_ranges(params.reasoning, "reasoning.")
         _check_size("reasoning.effort", params.reasoning.effort or "", limits.MAX_EFFORT_BYTES)
@@ -378,15 +442,30 @@ def _check_resume_from(resume_from: generate.ResumeFrom, params: GenerationParam
 
 
 def _check_token_ids(name: str, token_ids: Sequence[int]) -> None:
+    _pack(name, token_ids)
+
+
+def _packed(token_ids: list[int] | bytes) -> bytes:
+    """Returns the ids of a prompt in packed form."""
+    if not isinstance(token_ids, bytes):
+        return _pack("token_ids", token_ids)
+    if len(token_ids) % block_hash.TOKEN_BYTES:
+        problem = f"packed ids must have {block_hash.TOKEN_BYTES} bytes each, got {len(token_ids)} bytes"
+        raise invalid_field("token_ids", problem)
+    return token_ids
+
+
+def _pack(name: str, token_ids: Sequence[int]) -> bytes:
     # There may be millions. This is a loop in C; the position of a wrong id is searched only if there is one.
     try:
-        array("I", token_ids)
+        return block_hash.pack_token_ids(token_ids)
     except OverflowError:
         index = next(i for i, token in enumerate(token_ids) if not 0 <= token <= limits.MAX_TOKEN_ID)
         raise invalid_field(f"{name}[{index}]", f"must be a token id from 0 to {limits.MAX_TOKEN_ID}") from None
 
 
-def _check_lora(lora: Sequence[messages.Lora]) -> None:
+def _check_lora(params: GenerationParams) -> None:
+    lora = params.lora or []
     if len(lora) > limits.MAX_ADAPTERS:
         raise invalid_field("lora", f"at most {limits.MAX_ADAPTERS} adapters are allowed, got {len(lora)}")
     for index, one in enumerate(lora):
@@ -446,7 +525,8 @@ def _check_size(name: str, text: str, most: int) -> None:
         raise invalid_field(name, f"must have at most {most} bytes, got {size}")
 
 
-def _check_logit_bias(logit_bias: Mapping[str | int, float]) -> None:
+def _check_logit_bias(params: GenerationParams) -> None:
+    logit_bias = params.logit_bias or {}
     if len(logit_bias) > limits.MAX_LOGIT_BIASES:
         raise invalid_field(
             "logit_bias", f"at most {limits.MAX_LOGIT_BIASES} tokens are allowed, got {len(logit_bias)}"
@@ -460,3 +540,30 @@ def _check_logit_bias(logit_bias: Mapping[str | int, float]) -> None:
             raise invalid_field("logit_bias", problem)
         if not abs(bias) <= most:  # written so that NaN is refused
             raise invalid_field("logit_bias", f"a bias must be at least -{most:g} and at most {most:g}")
+
+
+_CHECKS: Sequence[tuple[frozenset[str], Callable[[Any], None]]] = (
+    (frozenset({"stop_token_ids"}), _check_stop_token_ids),
+    (frozenset({"stop"}), _check_stops),
+    (frozenset({"logit_bias"}), _check_logit_bias),
+    (frozenset({"response_format", "regex", "choice", "grammar"}), _check_constraint),
+    (frozenset({"tools", "tool_choice"}), _check_tool_fields),
+    (frozenset({"lora"}), _check_lora),
+    (frozenset({"cache_salt", "session_id", "cache_control"}), _check_hints),
+    (frozenset({"reasoning"}), _check_reasoning),
+    (
+        frozenset(
+            {
+                "messages",
+                "chat_template_kwargs",
+                "tools",
+                "reasoning",
+                "continue_final_message",
+                "suffix",
+                "resume_from",
+            }
+        ),
+        _check_prompt_fields,
+    ),
+)
+"""The checks of a request in their order, each with the fields that it is about: it allows them all to be absent."""

@@ -9,6 +9,7 @@ import structlog
 
 from tokenbus.protocol.telemetry import long_waits, tracing
 from tokenbus.protocol.telemetry.long_waits import LongWaits, WaitLog
+from tokenbus.protocol.wire import block_hash
 from tokenbus.protocol.wire.checks import validation
 from tokenbus.router.requests.flights.flight import Flight
 from tokenbus.router.telemetry.metrics import RouterMetrics
@@ -47,8 +48,9 @@ class FlightTelemetry:
             request = flight.request
             if request.messages:
                 text = validation.message_text(request.messages[-1])
-            elif request.token_ids is not None:
-                text = str(request.token_ids[:max_chars])
+            elif isinstance(request.token_ids, bytes):
+                first = request.token_ids[: block_hash.TOKEN_BYTES * max_chars]
+                text = str(block_hash.unpack_token_ids(first).tolist())
             else:
                 text = request.prompt or ""
             self._log.info("request_prompt", request_id=flight.key, prompt=text[:max_chars])

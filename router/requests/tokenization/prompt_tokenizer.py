@@ -91,12 +91,14 @@ class PromptTokenizer:
         return workers
 
     def pack_given(self, flight: Flight, workers: list[Worker]) -> bytes | None:
-        """Returns a prompt that is given as token ids, packed; None for any other. `workers` are those of `check`.
-        Raises RequestError if it does not fit the longest context of its model."""
-        if flight.request.token_ids is None:
+        """Returns a prompt that is given as token ids, packed by `check_request`; None for any other. `workers` are
+        those of `check`. Raises RequestError if it does not fit the longest context of its model."""
+        packed = flight.request.token_ids
+        if not isinstance(packed, bytes):
             return None
-        packed = block_hash.pack_token_ids(flight.request.token_ids)
-        _check_length(len(packed) // block_hash.TOKEN_BYTES, self._longest_context(flight.model, workers))
+        num_tokens = len(packed) // block_hash.TOKEN_BYTES
+        if num_tokens >= workers[0].card.context_length:  # the longest one takes longer to find
+            _check_length(num_tokens, self._longest_context(flight.model, workers))
         return packed
 
     async def pack(self, flight: Flight, workers: list[Worker]) -> bytes:

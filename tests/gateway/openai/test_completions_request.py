@@ -23,8 +23,8 @@ def prompts(given: Any) -> list[tuple[str | None, str | list[int] | None]]:
 def test_every_kind_of_prompt_becomes_one_request_for_each_prompt() -> None:
     assert prompts("a") == [("r", "a")]
     assert prompts(["a", "b"]) == [("r", "a"), ("r-p1", "b")]
-    assert prompts([1, 2]) == [("r", [1, 2])]
-    assert prompts([[1, 2], [3]]) == [("r", [1, 2]), ("r-p1", [3])]
+    assert prompts([1, 2]) == [("r", b"\1\0\0\0\2\0\0\0")]
+    assert prompts([[1, 2], [3]]) == [("r", b"\1\0\0\0\2\0\0\0"), ("r-p1", b"\3\0\0\0")]
 
 
 def test_what_is_not_given_is_openais_default_or_the_models() -> None:

@@ -157,6 +157,40 @@ def test_token_ids_use_all_32_bits_and_not_one_more(name: str) -> None:
         assert (error.code, error.param) == (Code.INVALID_REQUEST, f"{name}[2]")
 
 
+def test_a_checked_prompt_of_token_ids_is_packed_and_one_that_is_packed_must_be_whole() -> None:
+    packed = b"\1\0\0\0\xff\xff\xff\xff"
+    assert validation.check_request(make(token_ids=[1, limits.MAX_TOKEN_ID])).token_ids == packed
+    assert validation.check_request(make(token_ids=packed)).token_ids is packed
+    for wrong in (packed[:-1], b"1"):
+        error = refusal(make(token_ids=wrong))
+        assert (error.code, error.param) == (Code.INVALID_REQUEST, "token_ids")
+    assert refusal(make(token_ids=b"")).param == "token_ids"
+
+
+def test_fields_of_all_kinds_are_checked_alone_and_together() -> None:
+    """Those that are absent are not looked at, which must not hide one that is given."""
+    wrong = {
+        "max_tokens": -1,
+        "stop_token_ids": [-1],
+        "stop": "",
+        "logit_bias": {"x": 1.0},
+        "choice": [""],
+        "tool_choice": "required",
+        "tools": [{}],
+        "lora": [Lora(name="a", scale=9.0)],
+        "session_id": "x" * 300,
+        "cache_control": CacheControl(ttl_ms=-1.0),
+        "suffix": "x",
+        "timeout_ms": 0.0,
+    }
+    for name, value in wrong.items():
+        found = refusal(make(token_ids=[1], **{name: value})).param
+        assert found is not None, name
+        assert found.startswith(name), (name, found)
+        together = refusal(make(token_ids=[1], temperature=0.5, seed=1, **{name: value})).param
+        assert together == found
+
+
 def test_a_conversation_has_as_many_messages_as_the_limit_and_not_one_more() -> None:
     turn = ChatMessage(role="user", content="a")
     validation.check_request(make(messages=[turn] * limits.MAX_MESSAGES))
