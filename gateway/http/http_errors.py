@@ -129,6 +129,12 @@ TOO_MANY_LOGPROBS = ErrorResponse(
     "the log probabilities are too many for a whole response: ask for a stream, or for fewer answers, tokens or "
     "alternatives",
 )
+TOO_MANY_PROMPT_TOKENS = ErrorResponse(
+    413,
+    str(errors.Code.PAYLOAD_TOO_LARGE),
+    "return_token_ids: the prompts have too many tokens for one response: send fewer or shorter ones, or a smaller n",
+    "return_token_ids",
+)
 UNSUPPORTED_MEDIA_TYPE = ErrorResponse(
     415, "unsupported_media_type", "the request must be sent with Content-Type: application/json"
 )

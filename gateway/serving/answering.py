@@ -38,6 +38,9 @@ MAX_LOGPROBS = 256 * 1024
 """The most log probabilities in an unstreamed response, each of which takes about 0.4 KB until it is sent: with 20
 alternatives, those of 12,483 tokens."""
 
+MAX_PROMPT_TOKENS = 1024 * 1024
+"""The most tokens of prompts whose ids a response has: each takes about 40 bytes until it is sent."""
+
 ResultT = TypeVar("ResultT")
 
 
@@ -64,7 +67,7 @@ Recording = Callable[[Sequence[AnswerEventReader]], Awaitable[None]]
 async def generate(parsed: ParsedGeneration, endpoint: ApiEndpoint[Any], exchange: HttpExchange) -> None:
     """Has a model generate, and sends its answers. Raises ApiError if any of them fails before the response starts."""
     client, served_as, headers, limit, writer, log, records = exchange
-    prompts = await _prompts(parsed.requests, exchange) if parsed.shows_prompts else []
+    prompts = await _prompts(parsed, exchange) if parsed.shows_prompts else []
     answers = client.generate_choices(served_as, parsed.requests, parsed.n, headers=headers)
     num_choices = len(parsed.requests) * parsed.n
     encoder = parsed.encoder(ResponseHead(answers.request_id, int(time.time()), parsed.model, lambda: log.age_s))
@@ -91,14 +94,16 @@ async def generate(parsed: ParsedGeneration, endpoint: ApiEndpoint[Any], exchang
                 await send_whole(answers, num_choices, encoder, writer, log, record)
 
 
-async def _prompts(requests: Sequence[GenerateRequest], exchange: HttpExchange) -> list[Sequence[int]]:
-    """Returns the token ids of requests' prompts. Raises RequestError."""
+async def _prompts(parsed: ParsedGeneration, exchange: HttpExchange) -> list[Sequence[int]]:
+    """Returns the token ids of requests' prompts. Raises RequestError, and ApiError if they are too many."""
     open_call = OpenCall()
     with exchange.limit.track(open_call):
-        return await open_call.run(_tokenize_all(requests, exchange))
+        return await open_call.run(_tokenize_all(parsed.requests, parsed.n, exchange))
 
 
-async def _tokenize_all(requests: Sequence[GenerateRequest], exchange: HttpExchange) -> list[Sequence[int]]:
+async def _tokenize_all(
+    requests: Sequence[GenerateRequest], num_copies: int, exchange: HttpExchange
+) -> list[Sequence[int]]:
     found: list[Sequence[int]] = []
     for one in requests:
         if isinstance(one.token_ids, bytes):
@@ -106,6 +111,8 @@ async def _tokenize_all(requests: Sequence[GenerateRequest], exchange: HttpExcha
         else:
             reply = await exchange.client.tokenize(exchange.served_as, conversation.prompt_of(one))
             found.append(reply.token_ids or [])
+        if sum(map(len, found)) > MAX_PROMPT_TOKENS // num_copies:
+            raise http_errors.ApiError(http_errors.TOO_MANY_PROMPT_TOKENS)
     return found
 
 

@@ -2,9 +2,11 @@
 go and are replaced."""
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
+import urllib.request
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import msgspec
 import openai
 import pytest
 
+from tests.gateway.test_calls import post
 from tests.support import adapters
 from tests.support.exact_client import until_ready
 from tests.support.raw_client import PREFIX, RawClient, check_stream
@@ -20,6 +23,7 @@ from tests.support.system import System, command, running_gateway
 from tokenbus import demo
 
 PROMPT = {"prompt": "Once upon a time", "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+SAID = [{"role": "user", "content": "hi"}]
 Request = dict[str, Any]
 
 
@@ -138,6 +142,42 @@ async def test_openai_s_client_sees_and_uses_the_adapters_of_its_tenant(system: 
             assert refused.value.status_code == unknown.value.status_code
             with pytest.raises(openai.APIStatusError):
                 await globex.models.retrieve("demo:secret")
+            named = await acme.completions.create(
+                model="demo:secret", prompt="the fox", max_tokens=1, extra_body={"return_token_ids": True}
+            )
+            assert len(named.choices[0].model_dump()["prompt_token_ids"]) == (named.usage and named.usage.prompt_tokens)
+            kept = await acme.responses.create(model="demo:secret", input="the fox", max_output_tokens=1)
+            for call in (globex.responses.retrieve, globex.responses.input_items.list, globex.responses.delete):
+                with pytest.raises(openai.NotFoundError):
+                    await call(kept.id)
+            reference: Any = {"type": "item_reference", "id": kept.output[0].id}
+            for stolen in ({"previous_response_id": kept.id}, {"input": [reference]}):
+                with pytest.raises(openai.BadRequestError):
+                    await globex.responses.create(**{"model": "demo", "input": "go", "max_output_tokens": 1} | stolen)
+            assert (await acme.responses.retrieve(kept.id)).id == kept.id
+        check_ollamas_calls(gateway.url)
+
+
+def check_ollamas_calls(url: str) -> None:
+    """An adapter of another tenant is like one that does not exist."""
+
+    def ask(path: str, body: dict[str, Any], key: str = "key-b") -> tuple[int, dict[str, Any]]:
+        return post(url, path, body, Authorization=f"Bearer {key}")
+
+    for path in ("/api/tags", "/api/ps"):
+        asked = urllib.request.Request(url.removesuffix("/v1") + path, headers={"Authorization": "Bearer key-b"})
+        with urllib.request.urlopen(asked, timeout=60) as answer:
+            assert [one["name"] for one in json.load(answer)["models"]] == ["demo", "demo:style"]
+    for path, body in (
+        ("/api/show", {}),
+        ("/api/chat", {"messages": SAID, "stream": False}),
+        ("/api/pull", {"stream": False}),
+    ):
+        hidden, unknown = (ask(path, body | {"model": f"demo:{name}"}) for name in ("secret", "nothing"))
+        assert hidden[0] == unknown[0]
+        assert hidden[0] >= 400
+        assert hidden[1]["error"].replace("secret", "nothing") == unknown[1]["error"]
+        assert ask(path, body | {"model": "demo:secret"}, "key-a")[0] == 200, path
 
 
 async def test_operators_load_and_unload_adapters_while_requests_run(system: System, tmp_path: Path) -> None:
