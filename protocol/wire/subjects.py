@@ -23,6 +23,8 @@ _OF_MODELS = ("generate", "cache", "embed", "rerank", "tokenize", "detokenize")
 """Operations whose subject names a model, and perhaps a tenant."""
 _KV_REPLY_TOKENS = 4
 _TENANT_ID_MODEL = 3
+_MAX_NAMES = 4_096
+"""Names that are remembered with their tokens: a process meets the same few in every message."""
 _PLAIN = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_-")
 _TOKEN = re.compile(r"(?:[A-Za-z0-9_-]|=[0-9A-F]{2})+")
 _REQUEST_ID = re.compile(rf"[A-Za-z0-9_-]{{1,{limits.MAX_ID_BYTES}}}")
@@ -30,6 +32,7 @@ _ESCAPED = re.compile(r"=([0-9A-F]{2})")
 _SUBJECT = re.compile(r"[^\s.*>]+(?:\.[^\s.*>]+)*")
 
 
+@functools.lru_cache(_MAX_NAMES)
 def encode_name(name: str) -> str:
     """Encodes a name as one subject token: `qwen2.5-0.5b` becomes `qwen2=2E5-0=2E5b`.
 
@@ -45,6 +48,7 @@ def escape(text: str) -> str:
     return "".join(chr(byte) if byte in _PLAIN else f"={byte:02X}" for byte in text.encode())
 
 
+@functools.lru_cache(_MAX_NAMES)
 def decode_name(token: str) -> str:
     """Reverses `encode_name`. Raises ValueError for a token that it can't have returned."""
     if not _TOKEN.fullmatch(token):
@@ -137,7 +141,7 @@ def encode_worker(address: WorkerAddress) -> str:
     return f"{encode_name(address.model)}.{encode_name(address.worker_id)}"
 
 
-@functools.lru_cache(4_096)  # a router parses the same few subjects for every entry and seal of its workers
+@functools.lru_cache(_MAX_NAMES)
 def decode_worker(tokens: str) -> WorkerAddress:
     """Reverses `encode_worker`. Raises ValueError for tokens that it can't have returned."""
     model, worker_id = tokens.split(".")

@@ -37,6 +37,8 @@ class _Eligible(NamedTuple):
     """The rows eligible when last computed. They remain so until `until`, for prompts shorter than `min_context`."""
 
     rows: Rows
+    serving: Rows
+    """Those of them that compute no prompts for others."""
     until: float
     min_context: float
 
@@ -60,7 +62,10 @@ class WorkerTable:
         self._worked_at = np.zeros(_FIRST_ROWS)
         self._peak = np.zeros(_FIRST_ROWS)
         self._utilization_at = -math.inf
-        self._eligible = _Eligible(np.zeros(0, np.intp), -math.inf, 0.0)
+        self._known: list[WorkerRow | None] = [None] * _FIRST_ROWS
+        """Each row's last values: to compare and to write few numbers in Python is quicker than in numpy."""
+        no_rows = np.zeros(0, np.intp)
+        self._eligible = _Eligible(no_rows, no_rows, -math.inf, 0.0)
 
     def __repr__(self) -> str:
         return f"<WorkerTable of {self._values.shape[1]} rows>"
@@ -73,15 +78,21 @@ class WorkerTable:
 
     def update(self, row: int, values: WorkerRow) -> None:
         """Sets a worker's own numbers."""
-        column = self._values[:, row]
-        # no other change to a row can affect eligibility before the time last computed
-        was_late, is_late = column[2] > self._max_step_age_ms, values.step_age_ms > self._max_step_age_ms
-        is_back = values.last_seen_at - column[1] > _LATE_EVENT_S
-        if is_back or was_late != is_late or (values.is_open, values.context_length) != (column[0], column[3]):
+        known, self._known[row] = self._known[row], values
+        if known is None:
             self._eligible = self._eligible._replace(until=-math.inf)
-        if values.requests and not column[_COLUMN["requests"]] and not self._peak[row]:
+            self._values[:_FIRST_DERIVED, row] = values[:_FIRST_DERIVED]
+        else:
+            # no other change to a row can affect eligibility before the time last computed
+            was_late, is_late = known.step_age_ms > self._max_step_age_ms, values.step_age_ms > self._max_step_age_ms
+            is_back = values.last_seen_at - known.last_seen_at > _LATE_EVENT_S
+            if is_back or was_late != is_late or _kind(values) != _kind(known):
+                self._eligible = self._eligible._replace(until=-math.inf)
+            for at in range(_FIRST_DERIVED):
+                if values[at] != known[at]:
+                    self._values[at, row] = values[at]
+        if values.requests and (known is None or not known.requests) and not self._peak[row]:
             self._utilization_at = -math.inf  # its first requests
-        column[:_FIRST_DERIVED] = values[:_FIRST_DERIVED]
 
     def matches(self, row: int, values: WorkerRow) -> bool:
         """Whether a worker's own numbers equal these."""
@@ -90,6 +101,7 @@ class WorkerTable:
     def clear(self, row: int) -> None:
         """Clears the row of a removed worker."""
         self._eligible = self._eligible._replace(until=-math.inf)
+        self._known[row] = None
         self._values[:, row] = 0.0
         self._values[_COLUMN["prefill_slowdown"], row] = self._values[_COLUMN["decode_slowdown"], row] = 1.0
         self._work[row] = self._peak[row] = 0.0
@@ -116,7 +128,7 @@ class WorkerTable:
         rows: Rows = fits.nonzero()[0]
         if len(rows):
             until = float(last_seen_at[rows].min()) + self._silent_s
-            self._eligible = _Eligible(rows, until, float(context_length[rows].min()))
+            self._eligible = _Eligible(rows, self._serving(rows), until, float(context_length[rows].min()))
         long_enough: Rows = rows[context_length[rows] > num_tokens]
         return long_enough
 
@@ -127,6 +139,9 @@ class WorkerTable:
 
     def without_prefill(self, rows: Rows) -> Rows:
         """Filters rows to those that compute no prompts for others, or returns all if none remain."""
+        return self._eligible.serving if rows is self._eligible.rows else self._serving(rows)
+
+    def _serving(self, rows: Rows) -> Rows:
         serving: Rows = rows[self.column("is_prefill")[rows] == 0]
         return serving if len(serving) else rows
 
@@ -179,10 +194,15 @@ class WorkerTable:
         self.column("utilization")[:] = utilization
 
     def _grow(self) -> None:
+        self._known += [None] * len(self._known)
         self._values = np.concatenate([self._values, np.zeros_like(self._values)], axis=1)
         self._work = np.concatenate([self._work, np.zeros_like(self._work)])
         self._worked_at = np.concatenate([self._worked_at, np.zeros_like(self._worked_at)])
         self._peak = np.concatenate([self._peak, np.zeros_like(self._peak)])
+
+
+def _kind(values: WorkerRow) -> tuple[float, float, float]:
+    return values.is_open, values.context_length, values.is_prefill
 
 
 def is_contiguous(rows: Rows) -> bool:
