@@ -133,6 +133,7 @@ class ArithmeticRunner:
         self.adapters: RunnerAdapters | None = None
         self.reasoning_closer: ReasoningCloser | None = None
         self.num_lanes = num_lanes
+        self.row_tiles = None
         self.logits = None
         self.prompt_scores = None
         self.canary: Listing[int] = ()

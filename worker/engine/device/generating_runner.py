@@ -10,6 +10,7 @@ from tokenbus.worker.engine.device import features
 from tokenbus.worker.engine.device.non_finite import LogitsHealth
 from tokenbus.worker.engine.device.prompt_scores import PromptScores
 from tokenbus.worker.engine.device.sampler import Sampler
+from tokenbus.worker.engine.scheduling.row_tiles import RowTiles
 from tokenbus.worker.files import model_config
 from tokenbus.worker.files.device_memory import DeviceMemory
 from tokenbus.worker.tokenizers.model_tokenizer import ModelTokenizer
@@ -45,6 +46,7 @@ class GeneratingRunner:
         )
         self.token_bytes = tokenizer.token_bytes
         self.reranker = None
+        self.row_tiles: RowTiles | None = None
         self.reasoning_closer: ReasoningCloser | None = None
         self.logits = LogitsHealth()
         self.prompt_scores = PromptScores(tokenizer.size)

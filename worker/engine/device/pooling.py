@@ -18,6 +18,7 @@ from tokenbus.worker.engine.device.runner import Embedder, Pooler, PoolingPass, 
 from tokenbus.worker.engine.host_cache.slot_store import SlotStore
 from tokenbus.worker.engine.kv.ops import KvOp
 from tokenbus.worker.engine.scheduling.plan import Outcome, StepPlan
+from tokenbus.worker.engine.scheduling.row_tiles import RowTiles
 from tokenbus.worker.engine.scheduling.step_budget import StepBudget
 from tokenbus.worker.files.device_memory import DeviceMemory
 
@@ -278,6 +279,7 @@ class PoolingRunner:
         self.reasoning_closer: ReasoningCloser | None = None
         self.end_token_ids: frozenset[int] = frozenset()
         self.num_lanes = 1
+        self.row_tiles: RowTiles | None = None
         self.logits = None
         self.prompt_scores = None
         self.canary: Listing[int] = ()

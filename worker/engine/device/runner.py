@@ -11,6 +11,7 @@ from tokenbus.worker.contract import contract, engine_request
 from tokenbus.worker.engine.host_cache.slot_store import SlotStore
 from tokenbus.worker.engine.kv.ops import KvOp
 from tokenbus.worker.engine.scheduling.plan import Outcome, StepPlan
+from tokenbus.worker.engine.scheduling.row_tiles import RowTiles
 from tokenbus.worker.files.device_memory import DeviceMemory
 
 if TYPE_CHECKING:  # a frontend imports this module, and numpy would cost it a tenth of a second
@@ -135,6 +136,8 @@ class Runner(Protocol):
     """None if the reasoning of answers can't be closed."""
     num_lanes: int
     """The number of lanes that running and cached sequences share."""
+    row_tiles: RowTiles | None
+    """The tiles in which its attention computes many tokens; None if any number takes about as long per token."""
 
     @property
     def embedder(self) -> Embedder | None:

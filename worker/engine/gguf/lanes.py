@@ -101,7 +101,7 @@ class Lanes:
         if self._empty_state is not None:
             count = len(data) - (self._size(SCRATCH, _PARTIAL_STATE) - _HEADER_BYTES)
             data = (ctypes.c_uint8 * count).from_buffer_copy(data)
-        self._clear_scratch()
+        self.clear_scratch()
         return data
 
     def restore(self, data: Data, lane: int, start: int, end: int) -> None:
@@ -111,7 +111,7 @@ class Lanes:
             data = (ctypes.c_uint8 * len(whole)).from_buffer_copy(whole)
         self._set(SCRATCH, data, _WHOLE)
         llama.llama_memory_seq_cp(self._memory, SCRATCH, FIRST_SEQ_ID + lane, start, end)
-        self._clear_scratch()
+        self.clear_scratch()
 
     def save_state(self, lane: int) -> Data:
         """Copies the partial state of a lane to host memory. Raises DeviceError."""
@@ -134,6 +134,10 @@ class Lanes:
         """Removes the tokens of a lane from `start` on, or all if it can't be truncated there; returns whether it
         could."""
         return self.truncate(lane, start) or not self.truncate(lane, 0)
+
+    def clear_scratch(self) -> None:
+        """Empties the scratch sequence."""
+        llama.llama_memory_seq_rm(self._memory, SCRATCH, -1, -1)
 
     def wipe(self) -> None:
         """Overwrites all memory that no lane uses: attention may multiply what is there by 0, and 0 x NaN is NaN.
@@ -173,6 +177,3 @@ class Lanes:
         size = len(data)
         if llama.llama_state_seq_set_data_ext(self._context, data, size, seq_id, flags) != size:
             raise DeviceError(f"llama.cpp could not restore a lane's state: {backend.last_error()}")
-
-    def _clear_scratch(self) -> None:
-        llama.llama_memory_seq_rm(self._memory, SCRATCH, -1, -1)

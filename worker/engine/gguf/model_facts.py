@@ -2,6 +2,7 @@
 within a budget. Needs no library."""
 
 import enum
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,16 +11,21 @@ import msgspec
 from tokenbus.worker.contract.engine_errors import ModelError
 from tokenbus.worker.contract.engine_settings import EngineSettings
 from tokenbus.worker.engine.memory.fit import ModelFacts
+from tokenbus.worker.engine.scheduling.row_tiles import RowTiles
 from tokenbus.worker.files import gguf_metadata, number_types
 from tokenbus.worker.files.gguf_metadata import Metadata
 from tokenbus.worker.files.layouts import GgufLayout
 
 IDLE_LANES = 48
 """Lanes for the ends of cached prefixes."""
-OTHER_ROWS = 64
+TILE_ROWS = 64
+"""The tokens that llama.cpp's attention on CPUs computes together, if there are as many (`GGML_FA_TILE_Q`)."""
+_BY_TOKEN, _BY_TILE = 6.5, 2.4
+"""The time of a multiplication of attention on a CPU, by token and in tiles, compared with one of the weights (0.5B
+shape, Q8_0, keys and values in F16, AVX2, at 600 to 4,000 cells: 86, 32 and 13 ps)."""
+OTHER_ROWS = TILE_ROWS
 """Rows of logits in a pass besides those of running sequences: for the log probabilities of prompts, of which this many
-tokens are computed at a time. llama.cpp's attention on CPUs needs that many to be fast, and wants a row for each of its
-sequences, of which there are fewer."""
+tokens are computed at a time. llama.cpp wants a row for each of its sequences, of which there are fewer."""
 EMBEDDED_INPUTS = 16
 """The most inputs that a model which generates embeds in one batch; each costs a row of logits."""
 MEAN_OUTPUTS = 64
@@ -157,6 +163,27 @@ def num_heads(metadata: Metadata) -> int:
     arch = metadata.text("general.architecture") or ""
     heads = metadata.number(f"{arch}.attention.head_count")
     return heads or max(metadata.ints(f"{arch}.attention.head_count"), default=0)
+
+
+def row_tiles(metadata: Metadata, weights: Path) -> RowTiles | None:
+    """Returns what attention costs on a CPU, compared with the weights that a token is multiplied by; None if the files
+    don't say. `weights` is the first file."""
+    arch = metadata.text("general.architecture") or ""
+    heads, layers = num_heads(metadata), metadata.number(f"{arch}.block_count")
+    width = metadata.number(f"{arch}.embedding_length") // heads if heads else 0
+    keys = metadata.number(f"{arch}.attention.key_length") or width
+    values = metadata.number(f"{arch}.attention.value_length") or width
+    experts, used = metadata.number(f"{arch}.expert_count"), metadata.number(f"{arch}.expert_used_count")
+    multiplied = 0.0
+    for part in _parts(weights):
+        for name, tensor in gguf_metadata.read_tensors(part).items():
+            if name.startswith("blk.") and len(tensor.shape) > 1:
+                share = used / experts if experts and "_exps" in name else 1.0
+                multiplied += math.prod(tensor.shape) * share
+    if not multiplied or not heads:
+        return None
+    share = layers * heads * (keys + values) / multiplied
+    return RowTiles(TILE_ROWS, share * _BY_TOKEN, share * _BY_TILE * TILE_ROWS)
 
 
 def windowed_share(metadata: Metadata) -> float:

@@ -1,7 +1,8 @@
-"""Divides a batch into passes, none of which has more rows of logits than the context has room for.
+"""Divides a batch into passes, so that attention takes as little time as possible and no pass has more rows of logits
+than the context has room for.
 
-Usually each part of a batch has one row, that of its last token, and there is one pass. Parts whose log probabilities
-of the prompt are wanted have a row for each token:
+Usually each part of a batch has one row, that of its last token. Parts whose log probabilities of the prompt are wanted
+have a row for each token:
 
     part      |-- cached --|---- no rows ----|======== rows ========|
     pieces                 |------------ first ------------|- next -|
@@ -9,9 +10,11 @@ of the prompt are wanted have a row for each token:
 
 from array import array
 from collections.abc import Iterable
+from collections.abc import Sequence as Listing
 from typing import NamedTuple
 
 from tokenbus.worker.engine.scheduling.plan import ScheduledTokens
+from tokenbus.worker.engine.scheduling.row_tiles import Pass, RowTiles
 
 
 class Piece(NamedTuple):
@@ -50,13 +53,32 @@ class Piece(NamedTuple):
         return self.part.samples and self.end == self.part.end
 
 
-def to_passes(batch: Iterable[ScheduledTokens], max_rows: int) -> list[list[Piece]]:
-    """Returns the pieces of each pass, which has at most `max_rows` rows, and at most one piece of each part.
+class PiecePass(NamedTuple):
+    """Pieces that are computed together."""
 
-    Those that decode come first in a batch, so that they all are in the first pass."""
+    pieces: list[Piece]
+    padding: int = 0
+    """The tokens to compute besides, whose results are not used."""
+
+
+def to_passes(batch: Listing[ScheduledTokens], max_rows: int, tiles: RowTiles | None) -> list[PiecePass]:
+    """Returns the passes that compute a batch, of which each has at most `max_rows` rows, and at most one piece of each
+    part. The tiles are those of the device's attention; None if it has none."""
+    passes = [Pass([*batch])] if tiles is None else tiles.divide(batch)
+    divided: list[PiecePass] = []
+    for parts, padding in passes:
+        if all(part.first_row is None for part in parts):
+            divided.append(PiecePass([Piece(part, part.start, part.end) for part in parts], padding))
+        else:
+            divided += [PiecePass(pieces) for pieces in _within_rows(parts, max_rows)]
+    return divided
+
+
+def _within_rows(parts: Iterable[ScheduledTokens], max_rows: int) -> list[list[Piece]]:
+    """Those that decode come first, so that they all are in the first pass."""
     passes: list[list[Piece]] = [[]]
     left = max_rows
-    for part in batch:
+    for part in parts:
         start, first = part.start, part.first_row
         while start < part.end:
             if not left:

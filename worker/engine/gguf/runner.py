@@ -24,7 +24,7 @@ from tokenbus.worker.engine.device.runner import Runner
 from tokenbus.worker.engine.gguf import backend, context, model_facts, pooler, probe, settings_resolution, state_blob
 from tokenbus.worker.engine.gguf.adapters import ContextAdapters
 from tokenbus.worker.engine.gguf.context import BatchPart, LlamaBatch
-from tokenbus.worker.engine.gguf.lanes import FIRST_SEQ_ID, Lanes
+from tokenbus.worker.engine.gguf.lanes import FIRST_SEQ_ID, SCRATCH, Lanes
 from tokenbus.worker.engine.gguf.model import GgufModel, model_key
 from tokenbus.worker.engine.gguf.passes import Piece, to_passes
 from tokenbus.worker.engine.gguf.pooler import CausalEmbedder
@@ -33,6 +33,7 @@ from tokenbus.worker.engine.host_cache.slot_store import SlotStore, kv_identity
 from tokenbus.worker.engine.kv.ops import KvOp
 from tokenbus.worker.engine.memory.planner import MemoryPlanner, PlannedReplica
 from tokenbus.worker.engine.scheduling.plan import Outcome, ScheduledTokens, StepPlan, Undone
+from tokenbus.worker.engine.scheduling.row_tiles import RowTiles
 from tokenbus.worker.files.layouts import GgufLayout, SafetensorsLayout
 from tokenbus.worker.files.model_files import ModelFiles
 from tokenbus.worker.models import registry
@@ -154,6 +155,7 @@ class GgufRunner(GeneratingRunner):
         self._visible_cells = capabilities.state_format if can_see else None
         """The format of saved keys and values, if they are in host memory and can be inspected."""
         self.adapters = self._model.adapters_of(self._context)
+        self.row_tiles = self._tiles(settings, capabilities) if can_see else None
         self.num_lanes = context.num_lanes(settings, partial_state=partial_state)
         self._identity = _identity(metadata.fingerprint, settings, capabilities)
         self.copies = self.lanes.copies = self._make_store(settings, capabilities)
@@ -182,15 +184,13 @@ class GgufRunner(GeneratingRunner):
 
     def _compute(self, batch: Listing[ScheduledTokens]) -> dict[int, Outcome]:
         """Computes a batch and samples; returns the outcome for each lane."""
-        if all(part.first_row is None for part in batch):  # the usual case
-            return self._compute_pass([Piece(part, part.start, part.end) for part in batch])
         outcomes: dict[int, Outcome] = {}
         begun: set[int] = set()
-        for pieces in to_passes(batch, self._max_rows):
+        for pieces, padding in to_passes(batch, self._max_rows, self.row_tiles):
             # What has failed is not continued: a part is done as a whole or not at all.
             left = [one for one in pieces if not isinstance(outcomes.get(one.part.lane), Undone)]
             if left:
-                outcomes |= self._compute_pass(left)
+                outcomes |= self._compute_pass(left, padding)
                 begun |= {one.part.lane for one in left if outcomes[one.part.lane] is not Undone.NO_ROOM}
         for part in batch:
             if isinstance(outcomes[part.lane], Undone):
@@ -200,13 +200,13 @@ class GgufRunner(GeneratingRunner):
                 outcomes[part.lane] = Undone.NO_ROOM if is_cut else Undone.LOST
         return outcomes
 
-    def _compute_pass(self, pieces: Listing[Piece]) -> dict[int, Outcome]:
+    def _compute_pass(self, pieces: Listing[Piece], padding: int) -> dict[int, Outcome]:
         """Computes pieces of parts together; returns the outcome for each lane, which is None for all but last pieces.
 
         Without any token to sample, a row of logits costs a pass over the whole output matrix. Instead, keys and values
         in host memory are checked, which takes less."""
         has_rows = self._visible_cells is None or any(one.samples or one.has_scores for one in pieces)
-        if not self._decode(pieces, has_rows=has_rows):
+        if not self._decode(pieces, padding, has_rows=has_rows):
             return {one.part.lane: Undone.NO_ROOM for one in pieces}
         if not has_rows:
             return {one.part.lane: None if self._is_finite(one) else Undone.POISONED for one in pieces}
@@ -230,14 +230,20 @@ class GgufRunner(GeneratingRunner):
                 self.prompt_scores.add(piece.part.sequence, piece.end - len(own), piece.end, row_scores.packer(own))
         return last
 
-    def _decode(self, pieces: Listing[Piece], *, has_rows: bool) -> bool:
+    def _decode(self, pieces: Listing[Piece], padding: int, *, has_rows: bool) -> bool:
         """Computes pieces of a batch; returns whether there was room in the KV memory."""
         assert self._context is not None
         assert self.adapters is not None
         self.adapters.activate(pieces[0].part.sequence.adapters)
-        parts = (BatchPart(one.part.lane, one.start, one.token_ids, one.num_rows) for one in pieces)
+        parts = [BatchPart(one.part.lane, one.start, one.token_ids, one.num_rows) for one in pieces]
+        if padding:  # tokens that the batch has anyway, so that these are as finite
+            parts.append(BatchPart(SCRATCH - FIRST_SEQ_ID, 0, [parts[0].token_ids[0]] * padding, 0))
         self._batch.fill(parts, "last" if has_rows else "none")
         status = llama.llama_decode(self._context, self._batch.struct)
+        if padding:
+            self.lanes.clear_scratch()
+            if status == 1:  # without padding there may be room
+                return self._decode(pieces, 0, has_rows=has_rows)
         if status not in (0, 1):  # 1: no slot in the KV memory; nothing has changed
             raise DeviceError(f"llama_decode returned {status}: {backend.last_error()}")
         return bool(status == 0)
@@ -274,6 +280,13 @@ class GgufRunner(GeneratingRunner):
         if not capabilities.can_batch:
             made.batch_limits = made.batch_limits._replace(max_inputs=1)
         return made
+
+    def _tiles(self, settings: EngineSettings, capabilities: probe.Capabilities) -> RowTiles | None:
+        """Returns the tiles of llama.cpp's attention on CPUs; None if none are used."""
+        layout, most = capabilities.state_format, min(settings.ubatch_tokens, settings.max_num_batched_tokens)
+        if layout is None or not layout.has_flash_tiles or most < model_facts.TILE_ROWS:
+            return None
+        return model_facts.row_tiles(self._model.metadata, self._model.files.weights)
 
     def _free(self) -> None:
         if self.embedder is not None:

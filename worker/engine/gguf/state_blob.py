@@ -68,6 +68,12 @@ class StateFormat(NamedTuple):
         """A digest that distinguishes contexts whose blobs differ in layout."""
         return xxhash.xxh3_64_hexdigest(msgspec.msgpack.encode(self))
 
+    @property
+    def has_flash_tiles(self) -> bool:
+        """Whether llama.cpp's attention on CPUs can go through these keys and values in tiles."""
+        types = {tensor.number_type.name for tensor in self.tensors}
+        return not self.is_transposed and types in ({"f16"}, {"f32"})
+
     def block_format(self, block_size: int) -> KvBlockFormat:
         """Returns the layout of a full block's blob."""
         fixed = [(0, _HEAD.pack(self.head, 1, block_size))]

@@ -96,7 +96,8 @@ class StepLoop:
         self._check_when_idle = self._scheduler.check_integrity if debug else self._scheduler.check_counts
         # Each running sequence may decode a token alongside the prompts.
         most = runner.config.max_num_batched_tokens - runner.config.max_num_seqs
-        self._step_budget = StepBudget(step_target_s, min_tokens=min(32, most), max_tokens=most)
+        tile_rows = 1 if runner.row_tiles is None else runner.row_tiles.rows
+        self._step_budget = StepBudget(step_target_s, min_tokens=min(32, most), max_tokens=most, tile_rows=tile_rows)
         self._transfer_budget = TransferBudget(step_target_s / 10)
         block_bytes = runner.config.kv_bytes // runner.config.total_kv_blocks
         self._step_timer = StepTimer(self._scheduler, self._pool, block_bytes)
@@ -104,7 +105,7 @@ class StepLoop:
         self._pooling = PoolingQueue(
             lambda call_ids: report(ipc.PoolingBatch(call_ids)),
             lambda call_id, result: report(ipc.PoolResult(call_id, *result)),
-            StepBudget(step_target_s, min_tokens=min(32, most), max_tokens=most),
+            StepBudget(step_target_s, min_tokens=min(32, most), max_tokens=most, tile_rows=tile_rows),
         )
         self._had_prompts = False
         """Whether the last step computed prompts, which take turns with inputs to pool."""

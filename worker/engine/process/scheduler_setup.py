@@ -68,4 +68,5 @@ def make_scheduler(
         max_cached_blocks=_CACHED_TOKENS // config.kv_block_size if is_limited else None,
         expected_tokens=settings.expected_tokens,
         lane_share=lane_share,
+        row_tiles=runner.row_tiles,
     )

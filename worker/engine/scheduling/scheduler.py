@@ -39,6 +39,7 @@ from tokenbus.worker.engine.scheduling.plan import (
     StepResult,
     Undone,
 )
+from tokenbus.worker.engine.scheduling.row_tiles import RowTiles
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason, Sequence
 from tokenbus.worker.engine.scheduling.step_budget import distinct_prompts
 from tokenbus.worker.engine.scheduling.suspects import Suspects, Verdict, acquit
@@ -49,7 +50,8 @@ class Scheduler:
 
     One step of priority is worth `priority_s` seconds of waiting. At most `max_cached_blocks` unused blocks stay on the
     device. A step has at most `max_step_tokens` tokens. An answer is expected to have `expected_tokens`; 0 means that
-    this is learned from finished ones. With a `lane_share` it holds only the lanes lent to it."""
+    this is learned from finished ones. With a `lane_share` it holds only the lanes lent to it. Where the device has
+    `row_tiles`, a prompt's share is a whole tile if less would take as long."""
 
     def __init__(
         self,
@@ -61,6 +63,7 @@ class Scheduler:
         max_cached_blocks: int | None = None,
         expected_tokens: int = 0,
         lane_share: LaneShare | None = None,
+        row_tiles: RowTiles | None = None,
     ) -> None:
         assert 0 < max_num_seqs < max_step_tokens, (max_num_seqs, max_step_tokens)
         self._pool = pool
@@ -70,6 +73,7 @@ class Scheduler:
         self._priority_s = priority_s
         self._max_cached_blocks = self._cache.total_blocks if max_cached_blocks is None else max_cached_blocks
         self._expectation = Expectation(expected_tokens, self._cache.num_blocks)
+        self._row_tiles = row_tiles
         self._waiting: list[Sequence] = []
         self._running: list[Sequence] = []
         """Both in the order of their priority keys."""
@@ -166,7 +170,7 @@ class Scheduler:
         decodes = self._schedule_decodes(sequences)
         planned = {one.sequence.seq_no for one in decodes}
         left = self._max_step_tokens - sum(one.num_tokens for one in decodes)
-        prompts = self._schedule_prompts(sequences, min(prefill_tokens, left), planned)
+        prompts = self._schedule_prompts(sequences, prefill_tokens, left, planned)
         self._cache.write_through()
         self._cache.trim(self._max_cached_blocks)
         preempted, self._preempted = self._preempted, []
@@ -375,13 +379,17 @@ class Scheduler:
                 left -= count
         return scheduled
 
-    def _schedule_prompts(self, sequences: list[Sequence], budget: int, planned: set[int]) -> list[ScheduledTokens]:
+    def _schedule_prompts(
+        self, sequences: list[Sequence], budget: int, most: int, planned: set[int]
+    ) -> list[ScheduledTokens]:
         """Divides the budget: a prompt that can be finished is; a longer one gets half of what is left while others
-        wait after it, and all of it if it is the last."""
+        wait after it, and all of it if it is the last. A tile that would only be padded is filled up beyond the budget,
+        but the step has at most `most` tokens of prompts."""
         scheduled: list[ScheduledTokens] = []
         waiting = self._waiting[: self._max_num_seqs] if self._pool.checkpoints is not None else ()
         prompts = distinct_prompts(sequences, waiting)
         for behind, sequence in zip(range(len(prompts) - 1, -1, -1), prompts, strict=True):
+            budget = min(budget, most)
             if budget <= 0:
                 break
             if sequence.lane is None:  # preempted for one before it
@@ -389,11 +397,20 @@ class Scheduler:
             count = sequence.num_until_stop
             if count > budget:
                 count = -(-budget // 2) if behind else budget  # rounded up, so that a budget of 1 is used
+                count = min(self._fill_tile(sequence, count), most)
             if self._make_room(sequence, sequence.num_computed + count, planned):
                 planned.add(sequence.seq_no)
                 scheduled.append(ScheduledTokens(sequence, sequence.num_computed, count))
                 budget -= count
+                most -= count
         return scheduled
+
+    def _fill_tile(self, sequence: Sequence, count: int) -> int:
+        """Returns how many tokens of a prompt to compute rather than `count`, whose tile would only be padded."""
+        tiles = self._row_tiles
+        if tiles is None or not tiles.pads(count, sequence.num_computed + count):
+            return count
+        return min(tiles.rows, sequence.num_until_stop)
 
     def _make_room(self, sequence: Sequence, num_tokens: int, planned: set[int]) -> bool:
         """Gives a sequence blocks for `num_tokens`, preempting later ones if there are too few.

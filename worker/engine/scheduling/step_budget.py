@@ -13,11 +13,9 @@ _WEIGHT = 0.3
 """The newest step's weight in the running estimate, which adapts to a change of speed within a handful of steps."""
 _NO_DECODE_FACTOR = 3
 """A step may take this many times its target while no sequence decodes. Routers take a step of 2 s for a hung one."""
-_EFFICIENT_TOKENS = 64
-"""llama.cpp's attention on CPUs handles 64 rows or more in tiles: in the middle of a prompt of 1,200 tokens, a step of
-64 tokens takes 0.52 s and two of 36 take 0.75 s (0.5B shape, 2 cores)."""
-_EFFICIENCY_FACTOR = 2
-"""A step may take this many times its target to have that many tokens."""
+_TILE_FACTOR = 2
+"""A step may take this many times its target to have a whole tile of tokens: in the middle of a prompt of 1,200 tokens,
+a step of 64 takes 0.52 s and two of 36 take 0.75 s (0.5B shape, 2 cores)."""
 _FIRST_BLOCKS = 16
 """Blocks to copy before the first copies have been timed."""
 _MIN_OBSERVED_TOKENS = 8
@@ -25,13 +23,16 @@ _MIN_OBSERVED_TOKENS = 8
 
 
 class StepBudget:
-    """Learns how fast prompts are computed and bounds a step's tokens by `target_s` seconds."""
+    """Learns how fast prompts are computed and bounds a step's tokens by `target_s` seconds.
 
-    def __init__(self, target_s: float, min_tokens: int, max_tokens: int) -> None:
+    Where the device computes prompts in tiles of `tile_rows` tokens, a step has a multiple of these."""
+
+    def __init__(self, target_s: float, min_tokens: int, max_tokens: int, *, tile_rows: int = 1) -> None:
         assert 0 < min_tokens <= max_tokens, (min_tokens, max_tokens)
         self._target_s = target_s
         self._min_tokens = min_tokens
         self._max_tokens = max_tokens
+        self._tile_rows = tile_rows
         self._tokens_per_s = MovingAverage(_WEIGHT)
 
     def __repr__(self) -> str:
@@ -53,8 +54,8 @@ class StepBudget:
         if rate is None:
             return self._min_tokens
         wanted = int(rate * seconds) - num_decoding  # a decode counts as one token
-        if wanted + num_decoding < _EFFICIENT_TOKENS <= _EFFICIENCY_FACTOR * seconds * rate:
-            wanted = _EFFICIENT_TOKENS - num_decoding
+        if self._tile_rows <= _TILE_FACTOR * seconds * rate:
+            wanted = max(1, round(wanted / self._tile_rows)) * self._tile_rows
         return max(self._min_tokens, min(self._max_tokens, wanted))
 
     def observe(self, num_tokens: int, seconds: float) -> None:

@@ -27,6 +27,7 @@ from tokenbus.worker.engine.host_cache.slot_store import SlotStore
 from tokenbus.worker.engine.host_cache.slots import SlotLayout
 from tokenbus.worker.engine.kv.ops import Discard, KvOp, Offload
 from tokenbus.worker.engine.scheduling.plan import Outcome, SampledToken, ScheduledTokens, StepPlan, Undone
+from tokenbus.worker.engine.scheduling.row_tiles import RowTiles
 from tokenbus.worker.files.device_memory import DeviceMemory
 
 _FAULT_KINDS = ("crash", "hang", "slow", "lose", "poison", "stain")
@@ -210,6 +211,7 @@ class SimRunner:
         self.config = _config(preset, settings)
         self.copies = _make_store(self.config)
         self.num_lanes = self.config.max_num_seqs + self.config.total_kv_blocks
+        self.row_tiles: RowTiles | None = None
 
     def __repr__(self) -> str:
         return f"<SimRunner {self.config.source}, {len(self._samplings)} sequences>"

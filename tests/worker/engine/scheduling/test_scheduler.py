@@ -11,6 +11,7 @@ from tokenbus.worker.contract import engine_request
 from tokenbus.worker.engine.constraints.matcher import Matcher
 from tokenbus.worker.engine.kv.pool import BlockPool
 from tokenbus.worker.engine.scheduling.plan import Outcome, SampledToken, StepPlan, StepResult
+from tokenbus.worker.engine.scheduling.row_tiles import RowTiles
 from tokenbus.worker.engine.scheduling.scheduler import Scheduler
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason, Sequence
 
@@ -24,9 +25,10 @@ def scheduler(
     max_num_seqs: int = 8,
     expected_tokens: int = 0,
     priority_s: float = 1.0,
+    row_tiles: RowTiles | None = None,
 ) -> Scheduler:
     pool = BlockPool(total_blocks, block_size, max_num_seqs)
-    return Scheduler(pool, max_num_seqs, priority_s=priority_s, expected_tokens=expected_tokens)
+    return Scheduler(pool, max_num_seqs, priority_s=priority_s, expected_tokens=expected_tokens, row_tiles=row_tiles)
 
 
 def sequence(
@@ -143,6 +145,20 @@ def test_no_prompt_takes_the_whole_budget_while_another_waits() -> None:
         plan = two.schedule(budget)
         assert [number for number, _, _ in sizes(plan)] == [1, 2], budget
         assert plan.num_tokens == budget
+
+
+def test_where_a_tile_takes_as_long_as_the_budget_a_prompt_gets_the_whole_tile() -> None:
+    one = scheduler(row_tiles=RowTiles(rows=8, token_cost=1.0, tile_cost=1.0))
+    one.add(sequence(1, 30))
+    assert sizes(one.schedule(5)) == [(1, 0, 8)]
+
+
+def test_a_filled_tile_never_exceeds_the_tokens_of_a_step() -> None:
+    pool = BlockPool(100, 4, 4)
+    one = Scheduler(pool, 4, max_step_tokens=10, row_tiles=RowTiles(rows=8, token_cost=9.0, tile_cost=1.0))
+    for seq_no in (1, 2):
+        one.add(sequence(seq_no, 30))
+    assert sizes(one.schedule(10)) == [(1, 0, 8), (2, 0, 2)]
 
 
 def test_a_budget_of_one_token_goes_to_the_oldest_prompt() -> None:

@@ -8,8 +8,10 @@ from tokenbus.worker.engine.kv.ops import Discard, KvOp, Offload, Onload, Share,
 from tokenbus.worker.engine.scheduling.step_budget import StepBudget, TransferBudget
 
 
-def budget_of(target_s: float = 0.1, min_tokens: int = 32, max_tokens: int = 1_000) -> StepBudget:
-    return StepBudget(target_s, min_tokens=min_tokens, max_tokens=max_tokens)
+def budget_of(
+    target_s: float = 0.1, min_tokens: int = 32, max_tokens: int = 1_000, *, tile_rows: int = 1
+) -> StepBudget:
+    return StepBudget(target_s, min_tokens=min_tokens, max_tokens=max_tokens, tile_rows=tile_rows)
 
 
 def test_before_anything_was_timed_a_step_carries_the_fewest_tokens() -> None:
@@ -36,11 +38,19 @@ def test_the_budget_stays_within_its_limits(rate: int, budget: int) -> None:
     assert one.prefill_tokens(num_decoding=1) == budget
 
 
-@pytest.mark.parametrize(("rate", "budget"), [(319, 32), (320, 60), (640, 60), (650, 61)])
-def test_a_step_is_filled_up_to_64_tokens_where_that_takes_at_most_twice_the_target(rate: int, budget: int) -> None:
-    one = budget_of(target_s=0.1)
+@pytest.mark.parametrize(
+    ("rate", "budget"), [(319, 32), (320, 64), (900, 64), (1_010, 128), (1_600, 128), (1_650, 192), (20_000, 1_000)]
+)
+def test_a_step_has_whole_tiles_if_one_takes_at_most_twice_the_target(rate: int, budget: int) -> None:
+    one = budget_of(target_s=0.1, tile_rows=64)
     one.observe(rate, 1.0)
     assert one.prefill_tokens(num_decoding=4) == budget
+
+
+def test_many_streams_leave_a_prompt_a_whole_tile() -> None:
+    one = budget_of(target_s=0.1, tile_rows=64)
+    one.observe(700, 1.0)
+    assert one.prefill_tokens(num_decoding=90) == 64
 
 
 def test_a_change_of_speed_is_followed_by_three_tenths_of_the_difference() -> None:
