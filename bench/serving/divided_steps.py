@@ -3,11 +3,11 @@
 Run: .venv/bin/python -m bench.serving.divided_steps [--model FILE.gguf] [--case turn|streams|many] [--pairs 7]
 
 Both sides run in this process, on one thread and with the same weights. One computes each step in a single pass, as
-llama-server does; the other divides it and fills tiles up (decision 0073). The cases:
+llama-server does; the other divides it and fills tiles up (decision 0021). The cases:
 
     turn      a turn of 40 tokens behind 4,000 cached ones
-    streams   a prompt of 1,024 tokens beside eight streams with 500 tokens each, in steps of 64 tokens
-    many      72 streams with 300 tokens each"""
+    streams   a prompt of 512 tokens beside eight streams with 500 tokens each, in steps of 64 tokens
+    many      72 streams with 100 tokens each"""
 
 import asyncio
 import functools
@@ -77,12 +77,12 @@ def streams(side: Side) -> Act:
     for serial in range(8):
         side.generate(benchmark_model.prompt(serial, 500))
     budget = 64 if side.divides else 64 - 8
-    return lambda number: side.generate(benchmark_model.prompt(number + 50, 1_024), budget, max_tokens=1)
+    return lambda number: side.generate(benchmark_model.prompt(number + 50, 512), budget, max_tokens=1)
 
 
 def many(side: Side) -> Act:
     for serial in range(72):
-        side.generate(benchmark_model.prompt(serial, 300))
+        side.generate(benchmark_model.prompt(serial, 100))
     return lambda number: side.step(0)
 
 

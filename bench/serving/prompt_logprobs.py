@@ -22,11 +22,6 @@ _TOKENS = 1_000
 _NUM_STREAMS = 4
 
 
-def _prompt(serial: int, num_tokens: int) -> list[int]:
-    """Returns a prompt that shares no block with others, of tokens that the demo model has too."""
-    return [10 + (serial * 37 + place * place) % 600 for place in range(num_tokens)]
-
-
 class _Answer:
     """The times of an answer's tokens."""
 
@@ -72,14 +67,14 @@ async def measure(model: Path, pairs: int, threads: int, *, gaps: bool) -> None:
     async def run(number: int, **wanted: int) -> float:
         engine.clear_cache()  # what it attends to includes what is cached
         streams = [
-            _start(engine, f"s{number}-{one}-{len(wanted)}", _prompt(9_000 + one, 16), max_tokens=1_500)
+            _start(engine, f"s{number}-{one}-{len(wanted)}", benchmark_model.prompt(9_000 + one, 16), max_tokens=1_500)
             for one in range(_NUM_STREAMS if gaps else 0)
         ]
         for one in streams:
             await one.started.wait()
         began, cpu_s = time.perf_counter(), _cpu_s(config.pid)
         serial = 2 * number + bool(wanted)
-        answer = _start(engine, f"p{serial}", _prompt(serial, _TOKENS), max_tokens=1, **wanted)
+        answer = _start(engine, f"p{serial}", benchmark_model.prompt(serial, _TOKENS), max_tokens=1, **wanted)
         await answer.ended.wait()
         ended = time.perf_counter()
         assert answer.num_scored == (_TOKENS if wanted else 0)

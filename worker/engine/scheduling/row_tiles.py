@@ -4,7 +4,7 @@ together.
 llama.cpp's attention on CPUs computes passes of fewer than 64 tokens token by token, over the cells of each token's own
 sequence. Larger passes are computed in tiles of 64, each over all cells that any of its tokens sees. That takes a third
 of the time per token if a tile belongs to one prompt. But one token of another sequence makes the whole tile go through
-that sequence's cells too (decision 0073)."""
+that sequence's cells too (decision 0021)."""
 
 from collections.abc import Sequence as Listing
 from typing import NamedTuple
