@@ -156,11 +156,17 @@ class Histogram(_Metric, prometheus_client.Histogram):
     ) -> None:
         super().__init__(name, documentation, labelnames, bound, buckets=buckets, **options)
 
-    def observe_many(self, seconds: float, count: int) -> None:
-        """Observes the same value `count` times for the cost of one: a step gives each of its streams a token."""
-        # prometheus_client has no public way, and 64 calls of `observe` a step are 6 % of a frontend's CPU time.
-        self._sum.inc(seconds * count)
-        self._buckets[bisect.bisect_left(self._upper_bounds, seconds)].inc(count)
+    def observe_all(self, values: Iterable[tuple[float, int]]) -> None:
+        """Observes many values, each with the number of times that it was seen."""
+        # prometheus_client has no public way, and observes a value at ten times the cost of adding it up here
+        total, counts = 0.0, [0] * len(self._buckets)
+        for seconds, count in values:
+            total += seconds * count
+            counts[bisect.bisect_left(self._upper_bounds, seconds)] += count
+        self._sum.inc(total)
+        for bucket, count in zip(self._buckets, counts, strict=True):
+            if count:
+                bucket.inc(count)
 
 
 class MetricFamilies:

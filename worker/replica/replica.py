@@ -168,6 +168,7 @@ class Replica(EngineListener):
     def update_gauges(self) -> None:
         """Updates the replica's gauges for a scrape."""
         frontend, engine = self.frontend, self._supervisor.engine
+        self._metrics.add_up()
         self._metrics.loading.set(frontend.announcer.state in (ReplicaState.STARTING, ReplicaState.RESTARTING))
         if self._config is not None:
             self._metrics.update_gauges(engine.load(), self._config)
@@ -236,7 +237,7 @@ class Replica(EngineListener):
         self.frontend.streams.prompt_progress(key, computed_tokens, cached_tokens)
 
     def token_interval(self, seconds: float, count: int) -> None:
-        self._metrics.itl.observe_many(seconds, count)
+        self._metrics.token_interval(seconds, count)
 
     def step_done(self) -> None:
         self.frontend.step_done()
@@ -261,6 +262,7 @@ class Replica(EngineListener):
         engine, announcer = self._supervisor.engine, self.frontend.announcer
         if self._health.tick(now, engine):
             announcer.health = announcer.log.health = self._health.latest
+        self._metrics.add_up()
         if self._config is not None:
             self._metrics.count_load(engine.load())
 

@@ -22,6 +22,8 @@ FETCH_OUTCOMES = (
     "complete", "partial", "timeout", "failed", "nothing", "busy", "lost", "evicted", "corrupt", "refused"
 )  # fmt: skip
 """The outcomes of a fetch of blocks: all blocks, some, or none for a reason."""
+_MAX_NEW_STEPS = 1_024
+"""Steps that wait to be counted."""
 _ON_DEMAND = ("memory_budget", "memory_reserved", "model_load_seconds")
 """The metrics that are shown only for models on demand."""
 
@@ -251,6 +253,10 @@ class ReplicaMetrics(WorkerMetrics):
         self._last_load = messages.Load()
         self.failures_in_a_row = 0
         """The requests that have failed here since the last success."""
+        self._new_steps: list[ipc.StepStats] = []
+        """Steps that are not in the metrics yet."""
+        self._new_intervals: list[tuple[float, int]] = []
+        """Times between tokens, in seconds, that are not in the metrics yet, and how many requests had each."""
         self._step_counters = [
             (self.preemptions, "preemptions"),
             (self.preempted_tokens.labels("restored"), "restored_tokens"),
@@ -278,7 +284,9 @@ class ReplicaMetrics(WorkerMetrics):
         """Counts what an engine reports."""
         match seen:
             case ipc.StepStats():
-                self._observe_step(seen)
+                self._new_steps.append(seen)
+                if len(self._new_steps) >= _MAX_NEW_STEPS:
+                    self.add_up()
             case ipc.KvPoolStats():
                 for part in ("held", "share", "cap", "budget"):
                     self.kv_pool.labels(part).set(getattr(seen, part))
@@ -298,19 +306,36 @@ class ReplicaMetrics(WorkerMetrics):
                 for reason, num_slots in seen.discarded.items():
                     self.discarded_slots.labels(reason).inc(num_slots)
 
-    def _observe_step(self, stats: ipc.StepStats) -> None:
-        self.steps.labels(stats.kind).observe(stats.seconds)
-        self.inference_seconds.inc(stats.seconds)
-        self.idle_seconds.inc(stats.gap_s)
-        self.checkpoint_bytes.set(stats.checkpoint_bytes)
-        if stats.logits is not None:
+    def token_interval(self, seconds: float, count: int) -> None:
+        """Counts `count` requests that got a token, each `seconds` after its previous one."""
+        self._new_intervals.append((seconds, count))
+        if len(self._new_intervals) >= _MAX_NEW_STEPS:
+            self.add_up()
+
+    def add_up(self) -> None:
+        """Moves what steps have reported into the metrics. Call it before these are read, and a few times a second.
+
+        A busy worker has hundreds of steps a second, and everything that prometheus_client adds up takes it as long as
+        a token."""
+        steps, self._new_steps = self._new_steps, []
+        intervals, self._new_intervals = self._new_intervals, []
+        if intervals:
+            self.itl.observe_all(intervals)
+        if not steps:
+            return
+        for kind in {one.kind for one in steps}:
+            self.steps.labels(kind).observe_all([(one.seconds, 1) for one in steps if one.kind is kind])
+        self.inference_seconds.inc(sum([one.seconds for one in steps]))
+        self.idle_seconds.inc(sum([one.gap_s for one in steps]))
+        self.checkpoint_bytes.set(steps[-1].checkpoint_bytes)
+        if (logits := next((one.logits for one in reversed(steps) if one.logits is not None), None)) is not None:
             for stat in ("mean", "smallest", "largest"):
-                self.logits.labels(stat).set(getattr(stats.logits, stat))
-        for kind, count in zip(("nan", "inf", "-inf"), stats.non_finite_logits, strict=True):
-            if count:
+                self.logits.labels(stat).set(getattr(logits, stat))
+        for place, kind in enumerate(("nan", "inf", "-inf")):
+            if count := sum([one.non_finite_logits[place] for one in steps]):
                 self.non_finite_logits.labels(kind).inc(count)
         for child, name in self._step_counters:
-            if count := getattr(stats, name):
+            if count := sum([getattr(one, name) for one in steps]):
                 child.inc(count)
 
     def count_load(self, load: messages.Load) -> None:

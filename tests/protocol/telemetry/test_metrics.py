@@ -35,12 +35,14 @@ def test_two_processes_in_one_do_not_share_metrics() -> None:
     assert (shown(first)["t_seconds_count",], shown(second)["t_seconds_count",]) == (1, 0)
 
 
-@pytest.mark.parametrize("seconds", [0.05, 0.1, 0.5, 10.0, 99.0])
-def test_many_equal_observations_count_as_so_many_single_ones(seconds: float) -> None:
+def test_values_that_are_observed_together_count_as_each_of_them_alone() -> None:
     single, many = (metrics.Histogram("t_seconds", "Times.", (), BOUNDS) for _ in range(2))
-    for _ in range(3):
-        single.observe(seconds)
-    many.observe_many(seconds, 3)
+    seen = [(seconds, count) for count, seconds in enumerate([0.05, 0.1, 0.5, 0.1, 10.0, 99.0], start=1)]
+    for seconds, count in seen:
+        for _ in range(count):
+            single.observe(seconds)
+    many.observe_all(seen[:4])
+    many.observe_all(seen[4:])
     assert shown(many) == pytest.approx(shown(single))
 
 

@@ -37,10 +37,42 @@ def test_every_count_of_a_step_is_added_to_a_counter_that_is_exported_from_the_s
             counts = {name: count for count, name in enumerate(names, 1)}
             for _ in range(2):
                 replica.observe(ipc.StepStats(ipc.StepKind.DECODE, 0.1, 0.0, **counts))
+        replica.add_up()
         found = samples(metrics)
         for name, (metric, labels) in COUNTED.items():
             own = frozenset(({"model": "m", "worker_id": "w1"} | labels).items())
             assert found[metric, own] == expected[name], name
+
+
+def test_steps_and_the_times_between_tokens_are_shown_once_each_and_by_kind() -> None:
+    metrics = WorkerMetrics()
+    replica = ReplicaMetrics(metrics, "m", "w1")
+    own = frozenset({"model": "m", "worker_id": "w1"}.items())
+    kinds = [ipc.StepKind.DECODE, ipc.StepKind.MIXED, ipc.StepKind.DECODE]
+    for times in (1, 2):
+        for kind in kinds:
+            replica.observe(ipc.StepStats(kind, 0.25, 0.5))
+        replica.token_interval(0.25, 3)
+        for _ in range(2):
+            replica.add_up()
+        found = samples(metrics)
+        for kind, count in (("decode", 2), ("mixed", 1), ("prefill", 0)):
+            assert found["tokenbus_worker_step_seconds_count", own | {("kind", kind)}] == count * times
+        assert found["tokenbus_worker_inference_seconds_total", own] == 0.75 * times
+        assert found["tokenbus_worker_device_gap_seconds_total", own] == 1.5 * times
+        assert found["tokenbus_worker_inter_token_latency_seconds_count", own] == 3 * times
+
+
+def test_many_steps_are_counted_before_anyone_looks() -> None:
+    metrics = WorkerMetrics()
+    replica = ReplicaMetrics(metrics, "m", "w1")
+    own = frozenset({"model": "m", "worker_id": "w1"}.items())
+    for _ in range(1_500):
+        replica.observe(ipc.StepStats(ipc.StepKind.DECODE, 0.25, 0.0))
+        replica.token_interval(0.25, 1)
+    found = samples(metrics)
+    assert found["tokenbus_worker_inference_seconds_total", own] == 256.0
+    assert found["tokenbus_worker_inter_token_latency_seconds_count", own] == 1_023
 
 
 def test_the_memory_of_checkpoints_is_that_of_the_last_step() -> None:
@@ -49,6 +81,7 @@ def test_the_memory_of_checkpoints_is_that_of_the_last_step() -> None:
     own = frozenset({"model": "m", "worker_id": "w1"}.items())
     for size in (0, 700, 300):
         replica.observe(ipc.StepStats(ipc.StepKind.DECODE, 0.1, 0.0, checkpoint_bytes=size))
+        replica.add_up()
         assert samples(metrics)["tokenbus_worker_checkpoint_bytes", own] == size
 
 
@@ -59,6 +92,7 @@ def test_logits_are_those_of_the_last_row_that_was_looked_at_and_what_is_no_numb
     for logits, non_finite in ((row, (1, 2, 3)), (None, (1, 0, 0))):
         stats = ipc.StepStats(ipc.StepKind.DECODE, 0.1, 0.0, logits=logits, non_finite_logits=non_finite)
         replica.observe(stats)
+    replica.add_up()
     found = samples(metrics)
     own = {"model": "m", "worker_id": "w1"}
     seen = {
