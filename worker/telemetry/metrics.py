@@ -331,9 +331,9 @@ class ReplicaMetrics(WorkerMetrics):
         if (logits := next((one.logits for one in reversed(steps) if one.logits is not None), None)) is not None:
             for stat in ("mean", "smallest", "largest"):
                 self.logits.labels(stat).set(getattr(logits, stat))
-        for place, kind in enumerate(("nan", "inf", "-inf")):
+        for place, value in enumerate(("nan", "inf", "-inf")):
             if count := sum([one.non_finite_logits[place] for one in steps]):
-                self.non_finite_logits.labels(kind).inc(count)
+                self.non_finite_logits.labels(value).inc(count)
         for child, name in self._step_counters:
             if count := sum([getattr(one, name) for one in steps]):
                 child.inc(count)
