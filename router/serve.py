@@ -21,8 +21,8 @@ from tokenbus.protocol.process import signals
 from tokenbus.protocol.telemetry import metrics, status, tracing
 from tokenbus.protocol.wire import subjects
 from tokenbus.router.fleet.fleet import Fleet
-from tokenbus.router.placement.placement import OwnSite
 from tokenbus.router.placement.policies import make_policies
+from tokenbus.router.placement.sites import OwnSite
 from tokenbus.router.requests.attempts import Attempts
 from tokenbus.router.requests.calls.cache_hints import CacheHints
 from tokenbus.router.requests.calls.client_calls import CallKind, ClientCalls

@@ -103,6 +103,11 @@ def _add_model_flags(parser: Parser, *, is_required: bool) -> None:
     flag = parser.group("LoRA adapters")
     flag("--lora --lora-modules", _ADAPTER, "an adapter, GGUF or PEFT folder (ONNX), for all tenants or for these", [])
     flag("--lora-dir", text("DIR[@TENANT,...]"), "folder whose adapters come and go as its files do", "")
+    flag = parser.group("clients and links", FrontendSettings)
+    flag(
+        "--gone-after-s", SECONDS, "how long a stream is held whose client has no subscription, before it is cancelled"
+    )
+    flag("--link-patience-s", SECONDS, "the same while a link between brokers may be down")
     flag = parser.group("models on demand", WorkerSettings)
     flag("--memory-budget-mib", MIB, "load models when they are requested, within this memory for all; 0: off", 0)
     flag("--idle-unload-s", real(0, metavar="SECONDS"), "unload models that are not requested for this long; 0: off")

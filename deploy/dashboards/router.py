@@ -191,8 +191,8 @@ _FLEET = (
     ),
     Panel(
         "Requests for workers of other sites",
-        "Placements per second at a worker whose `--site` is not the router's. Many mean that the workers here "
-        "are busier than a way to another site is long (`--site-cost-s`), or that there are none for the model.",
+        "Placements per second at a worker whose `--site` is not the router's. If there are many, the workers "
+        "here are busier than the way to another site is long (`--site-cost-s`), or there are none for the model.",
         "ops",
         (Query(rate(f"{_P}_distant_placements_total", MODEL_ROUTER_FILTER, "model"), "{{model}}"),),
     ),

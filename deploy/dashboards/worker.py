@@ -73,6 +73,18 @@ _REQUESTS = (
         (Query(increase(f"{_P}_clients_gone_total", WORKER_FILTER, "worker_id"), _NAME),),
     ),
     Panel(
+        "Streams that are held",
+        "Open streams that nothing is published for, because their clients or their routers are out of reach. If there "
+        "are many at a time, a link between brokers is down (`link_suspected` in the log); they flow again once it is "
+        "up, or end after `--link-patience-s`.",
+        "short",
+        (
+            Query(sum_of(f"{_P}_streams_held", WORKER_FILTER, "worker_id"), _NAME),
+            Query(increase(f"{_P}_held_streams_total", WORKER_FILTER, "worker_id"), f"{_NAME} held"),
+            Query(increase(f"{_P}_released_streams_total", WORKER_FILTER, "worker_id"), f"{_NAME} released"),
+        ),
+    ),
+    Panel(
         "Inputs embedded per second",
         "If the rate stays 0 although clients request embeddings, the router dashboard shows how those requests end.",
         "suffix: /s",

@@ -80,6 +80,17 @@ class Bus(Protocol):
         ...
 
     @property
+    def confirmed_at(self) -> float:
+        """When the newest ping that the broker has answered was sent, by `protocol.bus.clock`. Everything published
+        before that has reached the broker."""
+        ...
+
+    @property
+    def network(self) -> str:
+        """The cluster of the broker that the connection is made to, or that broker's id if it is in none."""
+        ...
+
+    @property
     def num_writes(self) -> int:
         """The number of times the queue was handed to the operating system. Messages queued since the last time have
         not left this process."""
@@ -130,12 +141,6 @@ class OwnedBus(Bus, Protocol):
     """Called after a reconnect."""
     guard: Callable[[], bool]
     """Returns whether everything published so far may still be sent."""
-
-    @property
-    def confirmed_at(self) -> float:
-        """When the newest ping that the broker has answered was sent, by `protocol.bus.clock`. Everything published
-        before that has reached the broker."""
-        ...
 
     def ping(self) -> None:
         """Sends a ping after everything published before; nothing is sent while the broker is unreachable."""

@@ -33,6 +33,14 @@ class BusShare:
         return self._bus.reconnected_at
 
     @property
+    def confirmed_at(self) -> float:
+        return self._bus.confirmed_at
+
+    @property
+    def network(self) -> str:
+        return self._bus.network
+
+    @property
     def max_payload(self) -> int:
         return self._bus.max_payload
 

@@ -105,6 +105,10 @@ class Connection:
         return self._client.confirmed_at
 
     @property
+    def network(self) -> str:
+        return self._client.network
+
+    @property
     def num_writes(self) -> int:
         return self._client.num_writes
 

@@ -88,6 +88,11 @@ class HardenedClient(handshake.HandshakeClient):
         """Whether nats-py has stopped reading or writing although it claims to be connected."""
         return any(task is None or task.done() for task in (self._reading_task, self._flusher_task))
 
+    @property
+    def network(self) -> str:
+        """The name of the server's cluster, or its own id."""
+        return str(self._server_info.get("cluster") or self._server_info.get("server_id", ""))
+
     def ping(self) -> None:
         """Sends a PING after everything queued; its answer advances `confirmed_at`."""
         # nats-py resolves these futures in order, one for each PONG that arrives.

@@ -18,6 +18,8 @@ NO_ROUTER = "="
 """Stands in an `unguarded` subject for all routers: no router has this name as its subject token."""
 PROBE_SUFFIX = ":again"
 """Ends the `gone` subject of a chunk that was sent only to see whether the client is still there."""
+NUM_MARKS = 8
+"""The number of a stream's latest chunks whose notices can be told apart: their `gone` subjects end with a number."""
 
 _OF_MODELS = ("generate", "cache", "embed", "rerank", "tokenize", "detokenize")
 """Operations whose subject names a model, and perhaps a tenant."""
@@ -219,10 +221,11 @@ class Subjects:
     def gone(self, model: str, worker_id: str, key: str) -> str:
         return self.worker(model, worker_id, f"gone.{key}")
 
-    def parse_gone(self, subject: str) -> tuple[str, bool]:
-        """Returns the request key in a `gone` subject, and whether the subject is that of a probe."""
-        key = subject.rpartition(".")[2]
-        return key.removesuffix(PROBE_SUFFIX), key.endswith(PROBE_SUFFIX)
+    def parse_gone(self, subject: str) -> tuple[str, int | None]:
+        """Returns the request key in the `gone` subject of a chunk, and the chunk's mark; None for a probe. Raises
+        ValueError for a subject that no chunk has."""
+        key, _, mark = subject.rpartition(".")[2].rpartition(":")
+        return key, None if f":{mark}" == PROBE_SUFFIX else int(mark) % NUM_MARKS
 
     def card(self, model: str, worker_id: str) -> str:
         return f"{self.prefix}.card.{encode_worker(WorkerAddress(model, worker_id))}"
@@ -261,6 +264,11 @@ class Subjects:
         """Whether `unguarded` can have returned this for the router."""
         tokens = subject.removeprefix(f"{self.prefix}.worker.").split(".")
         return subject.startswith(f"{self.prefix}.worker.") and tokens[2:] == ["unguarded", escape(router_id)]
+
+    def parse_unguarded(self, subject: str) -> WorkerAddress:
+        """Returns the worker that asks, given the reply subject of its check. Raises ValueError for a name that is not
+        encoded properly."""
+        return decode_worker(".".join(self._tail(subject)[1:3]))
 
     def upload(self, receiver: str, tenant_token: str, upload_id: str) -> str:
         """Returns the subject for the parts of a tenant's large message; `*` stands for all tenants or uploads."""

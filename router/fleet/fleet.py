@@ -20,8 +20,9 @@ from tokenbus.protocol.wire import codec, internal, limits, messages
 from tokenbus.protocol.wire.subjects import WorkerAddress, epoch_sort_key
 from tokenbus.router.fleet.stats import DecisionStats
 from tokenbus.router.placement.model_workers import ModelWorkers
-from tokenbus.router.placement.placement import NoWorker, OwnSite, Placement, PlacementOptions, PlacementRequest
+from tokenbus.router.placement.placement import NoWorker, Placement, PlacementOptions, PlacementRequest
 from tokenbus.router.placement.policies import Policy
+from tokenbus.router.placement.sites import OwnSite
 from tokenbus.router.workers.event_log import AppliedSnapshot
 from tokenbus.router.workers.request_owners import RequestOwners
 from tokenbus.router.workers.worker import SETTLE_S, Worker, incarnation_key

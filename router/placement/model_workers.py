@@ -21,7 +21,6 @@ from tokenbus.router.placement.placement import (
     BlockSource,
     Capacity,
     NoWorker,
-    OwnSite,
     Placement,
     PlacementOptions,
     PlacementRequest,
@@ -30,14 +29,13 @@ from tokenbus.router.placement.placement import (
 from tokenbus.router.placement.policies import Policy, View, draw
 from tokenbus.router.placement.predictions import Predictions
 from tokenbus.router.placement.prefix_index import HashScheme, MatchLevel, PrefixIndex, hash_scheme_of
+from tokenbus.router.placement.sites import Distances, OwnSite
 from tokenbus.router.placement.worker_table import Floats, Rows, WorkerTable, is_contiguous
 from tokenbus.router.workers.speed import TransferRate
 from tokenbus.router.workers.worker import MAX_STEP_AGE_MS, Booking, Worker, WorkerRow
 
 _ANY_WORKER = PlacementOptions()
 _NO_SITE = OwnSite()
-_UNKNOWN_TOKEN_S = 0.001
-"""The time to compute a prompt token before any has been observed, when distances are compared with it."""
 _SAMPLE_SIZE = 8
 _DEFAULT_ANSWER_TOKENS = 256
 """The expected tokens of a completion if no worker reports any."""
@@ -53,9 +51,7 @@ class ModelWorkers:
     """Decides for one model which worker should get a request, and maintains the state this requires."""
 
     def __init__(self, own_site: OwnSite = _NO_SITE) -> None:
-        self._own_site = own_site
-        self._is_distant = np.zeros(0)
-        """1 for each row whose worker runs at another site, else 0."""
+        self._distances = Distances(own_site)
         self._workers: dict[str, Worker] = {}
         self._by_row: list[Worker | None] = []
         self._table = WorkerTable(limits.WORKER_SUSPECT_AFTER_S, MAX_STEP_AGE_MS)
@@ -85,7 +81,6 @@ class ModelWorkers:
         while worker.row >= len(self._by_row):
             self._by_row.append(None)
             self._prefill_s = np.append(self._prefill_s, 0.0)
-            self._is_distant = np.append(self._is_distant, 0.0)
         self._by_row[worker.row] = worker
         self._table.add_worker(worker.row)
         self._workers[worker.card.worker_id] = worker
@@ -342,22 +337,18 @@ class ModelWorkers:
         session = None
         if request.session and (worker := self._workers.get(self._sessions.get(request.session, now) or "")):
             session = (rows == worker.row).astype(np.float64)
-        overlap_tokens, distance = overlap_blocks * columns[_BLOCK_SIZE], self._distance_tokens(rows)
+        overlap_tokens, distance = (
+            overlap_blocks * columns[_BLOCK_SIZE],
+            self._distances.in_tokens(rows, self._prefill_s),
+        )
         return View(request.num_tokens, overlap_tokens, session, None, distance, *columns[_BLOCK_SIZE:])
 
     def _locate(self, worker: Worker) -> None:
         """Applies where a worker says that it runs: blocks are fetched only within a site."""
         card = worker.card
-        self._is_distant[worker.row] = self._own_site.is_other(card)
+        self._distances.set_worker(worker.row, card)
         identity = card.kv_identity and f"{card.kv_identity} at {card.site}"
         self._exchange.set_worker(worker.row, identity, card.kv_token_bytes)
-
-    def _distance_tokens(self, rows: Rows) -> Floats | None:
-        distant: Floats = self._is_distant[rows]
-        if not distant.any():
-            return None
-        fastest_s = float(self._prefill_s.min(initial=_UNKNOWN_TOKEN_S, where=self._prefill_s > 0))
-        return distant * (self._own_site.cost_s / fastest_s)
 
     def _arrange_source(
         self,
@@ -445,7 +436,7 @@ class ModelWorkers:
 
     def _drop_row(self, worker: Worker) -> None:
         self._by_row[worker.row] = None
-        self._is_distant[worker.row] = 0.0
+        self._distances.set_worker(worker.row, None)
         self._table.clear(worker.row)
         self._index.remove_worker(worker.row)
         self._predictions.remove_worker(worker.row)

@@ -28,19 +28,6 @@ class PlacementRequest(NamedTuple):
     """The expected tokens of its completion."""
 
 
-class OwnSite(NamedTuple):
-    """The site of the router that places: the place where it runs."""
-
-    name: str = ""
-    """If empty, all workers count as near."""
-    cost_s: float = 0.0
-    """Seconds by which a worker of another site counts as slower."""
-
-    def is_other(self, card: messages.Card) -> bool:
-        """Whether a worker says that it runs elsewhere."""
-        return bool(self.name and card.site) and card.site != self.name
-
-
 class PlacementOptions(NamedTuple):
     """Which workers may be chosen, and how."""
 

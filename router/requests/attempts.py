@@ -176,6 +176,7 @@ class Attempts:
             attempt=flight.attempt,
             epoch=epoch,
             router_id=self._router_id,
+            router_network=self._bus.network,
             reply=flight.reply,
             encoding=flight.encoding,
             token_ids=flight.prompt_ids,

@@ -106,7 +106,33 @@ class Guardianship:
             return
         unknown = [key for key in check.request_ids if self._flights.find_flight(key) is None]
         answer = internal.Unguarded(router_id=self._router_id, request_ids=unknown, passes_on=True)
+        if check.number:
+            address = self._names.parse_unguarded(message.reply)
+            worker = self._fleet.find_worker(address)
+            if worker is None or worker.card.epoch != check.epoch:
+                return  # this worker is lost, or not known yet: nothing can be confirmed
+            # the answer lets it publish for a while, in which this router must not give it up
+            self._fleet.renew_lease(worker.card, time.monotonic())
+            moved, doubtful = self._not_confirmed(check, address)
+            answer = codec.replace(
+                answer, moved=moved, doubtful=doubtful, number=check.number, network=self._bus.network
+            )
         self._replies.send(message.reply, codec.encode(answer))
+
+    def _not_confirmed(
+        self, check: internal.GuardCheck, address: subjects.WorkerAddress
+    ) -> tuple[dict[str, int], list[str]]:
+        """Returns the requests that the asking worker should not have any more, and those that it may or may not."""
+        moved: dict[str, int] = {}
+        doubtful = []
+        for key, attempt in zip(check.request_ids, check.attempts, strict=False):
+            if (flight := self._flights.find_flight(key)) is None:
+                continue
+            if attempt == flight.attempt and flight.in_doubt:
+                doubtful.append(key)
+            elif attempt != flight.attempt or (flight.model, flight.worker_id) != address:
+                moved[key] = attempt
+        return moved, doubtful
 
     def _on_guard(self, message: Msg, *, in_parts: bool) -> None:
         try:

@@ -13,7 +13,7 @@ import pytest
 from tests.support.http_stream import ENDLESS, post
 from tests.support.system import Gateway, running_gateway
 from tokenbus.client.wire.wire_client import WireClient
-from tokenbus.worker.streams.liveness import PROBE_AFTER_S
+from tokenbus.worker.streams.holds import Patience
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ async def test_a_client_that_goes_away_cancels_its_request_before_its_worker_cou
             await one.line("data: ")
         await until_running(client, 1)
         request_id = slow_gateway.log("request_received")[-1]["request_id"]
-    assert await until_running(client, 0) < PROBE_AFTER_S
+    assert await until_running(client, 0) < Patience().gone_after_s
     finished = await slow_gateway.ended(request_id)
     assert (finished["finish_reason"], finished["disconnect"]) == ("cancelled", "gone")
     assert finished["status"] == (200 if stream else None)
@@ -56,7 +56,7 @@ async def test_leaving_the_loop_of_the_openai_client_cancels_too(client: WireCli
         async with await other.chat.completions.create(**ENDLESS, stream=True) as stream:
             async for _ in stream:
                 break
-        assert await until_running(client, 0) < PROBE_AFTER_S
+        assert await until_running(client, 0) < Patience().gone_after_s
 
 
 async def test_the_openai_client_raises_when_somebody_else_cancels_its_stream(

@@ -1,6 +1,7 @@
 """A router takes over the requests of others if it can continue them, and hands over its own."""
 
 import asyncio
+import time
 from collections.abc import Callable
 
 import pytest
@@ -258,6 +259,52 @@ async def test_a_question_that_no_worker_asks_has_no_answer(reply: str) -> None:
     testbed = await Testbed.opened()
     check = codec.encode(internal.GuardCheck(request_ids=["default:r2"]))
     assert testbed.send(NAMES.router("this-router"), check, reply) == []
+
+
+def confirmed(testbed: Testbed, *asked: tuple[str, int], epoch: str = "100-a") -> internal.Unguarded | None:
+    """Asks like a worker of this version about streams, each with its attempt; returns None if there is no answer."""
+    check = internal.GuardCheck(
+        request_ids=[key for key, _ in asked], attempts=[attempt for _, attempt in asked], epoch=epoch, number=7
+    )
+    reply = NAMES.unguarded("demo", "w1", "this-router")
+    answers = testbed.send(NAMES.router("this-router"), codec.encode(check), reply)
+    return _unguarded.decode(*answers) if answers else None
+
+
+async def test_an_answer_to_a_check_says_where_the_router_is_and_keeps_the_worker_from_being_given_up() -> None:
+    testbed = await Testbed.opened()
+    testbed.offer(stream())
+    testbed.fleet.expire_leases(time.monotonic() + 100.0)
+    assert known(testbed.fleet).lease_expired
+    expected = internal.Unguarded(router_id="this-router", request_ids=[], passes_on=True, number=7, network="broker")
+    assert confirmed(testbed, (KEY, 2)) == expected
+    assert not known(testbed.fleet).lease_expired
+
+
+async def test_a_worker_is_told_which_streams_have_moved_and_which_are_in_doubt() -> None:
+    testbed = await Testbed.opened()
+    testbed.offer(stream())
+    for attempt, moved in ((1, {KEY: 1}), (2, {}), (3, {KEY: 3})):
+        answer = confirmed(testbed, (KEY, attempt))
+        assert answer is not None
+        assert (answer.moved, answer.doubtful) == (moved, [])
+    found = testbed.flights.find_flight(KEY)
+    assert found is not None
+    testbed.flights.reclaim(found)
+    found.in_doubt = True
+    for attempt, doubtful in ((2, [KEY]), (1, [])):
+        answer = confirmed(testbed, (KEY, attempt))
+        assert answer is not None
+        assert answer.doubtful == doubtful
+    found.in_doubt = False
+    answer = confirmed(testbed, (KEY, 2))
+    assert answer is not None
+    assert answer.moved == {KEY: 2}, "it waits for another worker"
+
+
+async def test_a_check_of_another_epoch_confirms_nothing() -> None:
+    testbed = await Testbed.opened()
+    assert confirmed(testbed, (KEY, 2), epoch="99-a") is None
 
 
 @pytest.mark.parametrize("payload", [b"", b"\xc1", b"\x80", b'{"request_ids": []}'])

@@ -105,6 +105,7 @@ class Broker:
 
     def __init__(self, world: World) -> None:
         self.world = world
+        self.name = "broker"
         self.links: list[Link] = []
         self.is_up = True
         self.is_paused = False

@@ -55,6 +55,10 @@ class SimBus:
         return f"<SimBus of {self.process!r} {'up' if self.is_connected else 'down'}>"
 
     @property
+    def network(self) -> str:
+        return self._broker.name
+
+    @property
     def is_connected(self) -> bool:
         return self.link is not None
 

@@ -57,7 +57,8 @@ def test_a_moved_attempt_ends_silently_even_if_it_has_sent_tokens(stage: Stage) 
     said = len(stage.peer.chunks)
     stage.world.run(3.0)
     assert len(stage.peer.chunks) == said
-    assert [key for one in events for key in one.finished] == [KEY]
+    assert [key for one in events for key in one.taken] == [KEY]
+    assert not [key for one in events for key in one.finished], "it has not ended"
     assert stage.resync(0) is None
     assert stage.run(attempt=2).accepted
 
@@ -109,10 +110,21 @@ def test_a_cancel_that_arrives_first_counts_only_if_it_was_clearly_sent_after_th
 
 def test_a_duplicate_id_is_refused_and_its_own_inbox_is_recognised(stage: Stage) -> None:
     stage.run()
-    reply = stage.run(attempt=2)
-    assert (reply.accepted, reply.same_reply) == (False, True)
-    assert reply.error
-    assert reply.error.code == "duplicate_request"
+    for router_id, attempt in (("peer", 1), ("other", 2)):
+        reply = stage.run(router_id=router_id, attempt=attempt)
+        assert (reply.accepted, reply.same_reply) == (False, True)
+        assert reply.error
+        assert reply.error.code == "duplicate_request"
+
+
+def test_a_later_attempt_of_its_router_replaces_a_stream_without_ending_it(stage: Stage) -> None:
+    stage.run(max_tokens=9)
+    stage.world.run(0.3)
+    assert stage.run(attempt=2, max_tokens=9).accepted
+    stage.world.run(3.0)
+    assert [(chunk.attempt, chunk.finish_reason) for chunk in stage.peer.chunks if chunk.finish_reason] == [
+        (2, "length")
+    ]
 
 
 def test_a_live_stream_is_repeated_from_the_requested_token_at_most_every_200_ms(stage: Stage) -> None:

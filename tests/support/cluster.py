@@ -6,7 +6,7 @@ import json
 import os
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -33,7 +33,7 @@ class Cluster:
         """Starts a server for each letter of `names` and waits until they know each other. `more` is added to their
         settings."""
         cluster = cls(folder)
-        ports = _free_ports(len(names))
+        ports = free_ports(len(names))
         routes = ", ".join(f'"nats://127.0.0.1:{port}"' for port in ports)
         try:
             for name, port in zip(names, ports, strict=True):
@@ -49,14 +49,35 @@ class Cluster:
     async def start_leaf(cls, folder: Path) -> "Cluster":
         """Starts a server `hub`, and a server `leaf` that is a leaf node of it."""
         cluster = cls(folder)
-        (port,) = _free_ports(1)
-        await cluster._add("hub", f"leafnodes {{ listen: 127.0.0.1:{port} }}\n")
-        remote = f'{{ url: "nats://127.0.0.1:{port}" }}'
-        await cluster._add("leaf", f'leafnodes {{ remotes: [{remote}], reconnect: "1s" }}\n')
-        async with asyncio.timeout(10):
-            while "Leafnode connection created" not in (folder / "nats-leaf.log").read_text():
-                await asyncio.sleep(0.02)
+        port = await cluster.add_hub()
+        await cluster.add_leaf("leaf", port)
         return cluster
+
+    async def add_hub(self) -> int:
+        """Starts a server `hub`; returns the port to which leaf nodes connect."""
+        (port,) = free_ports(1)
+        await self._add("hub", f"leafnodes {{ listen: 127.0.0.1:{port}, no_advertise: true }}\n")
+        return port
+
+    async def add_leaf(self, name: str, port: int) -> None:
+        """Starts a leaf node of the server that listens on that port, perhaps beyond a link."""
+        remote = f'{{ url: "nats://127.0.0.1:{port}" }}'
+        await self._add(name, f'leafnodes {{ remotes: [{remote}], reconnect: "1s" }}\n')
+        async with asyncio.timeout(10):
+            while "Leafnode connection created" not in (self._folder / f"nats-{name}.log").read_text():
+                await asyncio.sleep(0.02)
+
+    async def add_gateway(self, name: str, port: int, shown_port: int, others: Mapping[str, int]) -> None:
+        """Starts a server that is a cluster of its own, in a supercluster: it listens for the others on `port`, which
+        they know as `shown_port`, and connects to `others`, each a name with a port."""
+        remotes = ", ".join(f'{{ name: {one}, urls: ["nats://127.0.0.1:{there}"] }}' for one, there in others.items())
+        (routes,) = free_ports(1)
+        gateway = f'listen: 127.0.0.1:{port}, advertise: "127.0.0.1:{shown_port}", connect_retries: 1000000'
+        await self._add(
+            name,
+            f"cluster {{ name: {name}, listen: 127.0.0.1:{routes} }}\n"
+            f"gateway {{ name: {name}, {gateway}, gateways: [{remotes}] }}\n",
+        )
 
     def __getitem__(self, name: str) -> nats_server.NatsServer:
         return self._servers[name]
@@ -67,6 +88,14 @@ class Cluster:
         self._servers[name].kill()
         await asyncio.sleep(pause_s)
         await self._start(name, port)
+
+    async def until_joined(self, names: Sequence[str]) -> None:
+        """Waits until the gateways of these servers know each other."""
+        async with asyncio.timeout(20):
+            for name in names:
+                log = self._folder / f"nats-{name}.log"
+                while log.read_text().count("utbound gateway connection to") < len(names) - 1:
+                    await asyncio.sleep(0.05)
 
     async def until_whole(self) -> None:
         """Waits until every server knows every other one."""
@@ -118,7 +147,8 @@ class Cluster:
         return found
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
+    """Returns ports that nothing listens on now."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
         return [int(one.getsockname()[1]) for one in sockets]

@@ -283,8 +283,7 @@ class Endpoints:
 
     def _no_responders(self, message: Msg) -> None:
         if is_no_responders(message):
-            key, is_probe = self._names.parse_gone(message.subject)
-            self._streams.no_responders(key, is_probe=is_probe)
+            self._streams.held.no_responders(*self._names.parse_gone(message.subject))
 
     def _own_card(self, message: Msg) -> None:
         """Yields to a frontend that serves the same model under the same name and started later."""

@@ -27,6 +27,7 @@ from tokenbus.worker.settings.settings import FrontendSettings
 from tokenbus.worker.streams.guardians import Guardians
 from tokenbus.worker.streams.outbox import Outbox
 from tokenbus.worker.streams.request_telemetry import StreamTelemetry
+from tokenbus.worker.streams.router_reach import RouterReach
 from tokenbus.worker.streams.streams import Streams
 from tokenbus.worker.telemetry.metrics import ReplicaMetrics
 
@@ -70,13 +71,14 @@ class Frontend:
         self.announcer.adapters = self.adapters.cards
         self.adapters.in_use = lambda: self.streams.adapter_digests
         self.exchange = KvExchange(self.announcer, metrics)
-        self.streams = Streams(self.announcer, self._outbox, telemetry, settings, self.exchange, self.adapters)
+        reach = RouterReach()
+        self.streams = Streams(self.announcer, self._outbox, telemetry, settings, self.exchange, self.adapters, reach)
         self.drain = Drain()
         self._replaced_by: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         commands = WorkerCommands(self.drain, self.adapters, self.want, self.replaced, on_load)
         prefixes = settings.inbox_prefixes
         self._endpoints = Endpoints(bus, names, self.announcer, self.streams, prefixes, commands, metrics)
-        self._guardians = Guardians(bus, names, self.announcer, self._outbox, self.streams)
+        self._guardians = Guardians(bus, names, self.announcer, self._outbox, self.streams, reach)
         self._guardians.listen = lambda wanted: self._endpoints.clients.listen(wanted=wanted)
         self.streams.on_accepted = self._guardians.accepted
         self._tick_failed_at: dict[str, float] = {}
@@ -195,7 +197,7 @@ class Frontend:
 
     def reconnected(self) -> None:
         """Announces the worker again, after a fence under its new epoch."""
-        self.streams.reconnected()
+        self.streams.held.reconnected()
         if self.announcer.is_muted:
             self.announcer.announce_epoch()
         else:

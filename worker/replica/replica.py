@@ -174,6 +174,7 @@ class Replica(EngineListener):
             self._metrics.update_gauges(engine.load(), self._config)
             self._metrics.ready.set(not self.unready_reason)
             self._metrics.unguarded.set(sum(not stream.guardian for stream in frontend.streams))
+            self._metrics.held.set(sum(stream.hold is not None for stream in frontend.streams))
             self._metrics.adapters.set(len(frontend.adapters))
             self._metrics.kv_leases.set(frontend.exchange.num_leases)
         self._metrics.update_health(self._health.latest)

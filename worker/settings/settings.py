@@ -30,6 +30,10 @@ class FrontendSettings:
     """The work it does: `prefill` computes prompts for others, `decode` leaves long ones to those, `both` does all."""
     site: str = ""
     """The name of the place where it runs; routers of the same place prefer it."""
+    gone_after_s: float = 2.0
+    """A stream whose client has no subscription is held for this long before it is cancelled."""
+    link_patience_s: float = 60.0
+    """The same while a link between brokers may be down."""
     slow_wait_s: float = long_waits.FIRST_S
     """A stream that waits this long for its first token is logged, and again each time the wait doubles."""
     debug: bool = False

@@ -1,16 +1,19 @@
 """Makes sure that each stream has a guardian: the router that continues it if this worker is lost or leaves.
 
-At first that is the router that placed it. Once a second each guardian is asked whether it still knows its streams. A
-guardian that misses several answers is frozen, and counts as gone although the broker holds its connection; routers of
-earlier versions, which answer only if they don't know a stream, never count as silent. A stream without a guardian is
-offered to the routers, one of which gets the offer. The router that accepts is named in the event log, and only the
-router that was named last acts on the stream."""
+At first that is the router that placed it. Once a second each guardian is asked whether it still knows its streams, and
+twice a second if a link lies between (`router_reach.py`). A guardian that answers nothing for three seconds is frozen,
+and counts as gone although the broker holds its connection; routers of earlier versions, which answer only if they
+don't know a stream, never count as silent. A stream without a guardian is offered to the routers, one of which gets the
+offer. The router that accepts is named in the event log, and only the router that was named last acts on the stream.
+
+A guardian that is out of reach together with its streams' clients is not gone: the link to both is down. It keeps its
+streams, which are held, and says whether it has given them to another worker once the link is up again."""
 
 import asyncio
-import contextlib
+import itertools
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import structlog
 from nats.aio.msg import Msg
@@ -23,14 +26,17 @@ from tokenbus.protocol.bus.bus import (
     Outgoing,
     PayloadTooLargeError,
     is_no_responders,
+    lease_time,
 )
 from tokenbus.protocol.parts.sender import PartsSender
 from tokenbus.protocol.ttl_cache import TTLCache
 from tokenbus.protocol.wire import codec, errors, internal, limits, subjects
 from tokenbus.protocol.wire.checks import validation
 from tokenbus.worker.broker.announcer import Announcer
+from tokenbus.worker.broker.fence import FENCE_S
 from tokenbus.worker.broker.own_subjects import OwnSubjects
 from tokenbus.worker.streams.outbox import Outbox
+from tokenbus.worker.streams.router_reach import RouterReach, token_of
 from tokenbus.worker.streams.stream import WorkerStream
 from tokenbus.worker.streams.streams import Streams
 
@@ -40,7 +46,7 @@ _CHECK_INTERVAL_S = 1.0
 _CONFIRM_S = 0.05
 """If a router's subject has no subscriber, the router is asked again after this time: it may just be reconnecting."""
 _MAX_UNANSWERED = 3
-"""A guardian that misses this many checks in a row counts as gone."""
+"""A guardian that misses this many rounds of checks in a row counts as gone."""
 _ANSWERING_TTL_S = 3_600.0
 _MAX_ANSWERING = 256
 """The number of routers that a worker remembers as answering every check."""
@@ -55,7 +61,13 @@ class Guardians:
     """The guardians of one worker's streams."""
 
     def __init__(
-        self, connection: Bus, names: subjects.Subjects, announcer: Announcer, outbox: Outbox, streams: Streams
+        self,
+        connection: Bus,
+        names: subjects.Subjects,
+        announcer: Announcer,
+        outbox: Outbox,
+        streams: Streams,
+        reach: RouterReach,
     ) -> None:
         self._connection = connection
         self._names = names
@@ -63,13 +75,17 @@ class Guardians:
         self._outbox = outbox
         self._streams = streams
         self._replies_to = names.worker(announcer.model, announcer.worker_id, "guarded")
+        self._reach = reach
         self._checked_at = 0.0
+        self._num_ticks = 0
+        self._num_unanswered: Counter[str] = Counter()
+        """Rounds since the last answer, by the router's subject token."""
+        self._numbers = itertools.count(1)
+        self._is_suspect = False
         self._unheard_since: dict[str, float] = {}
         """When the broker first reported that a router's subject has no subscriber, by the router's subject token."""
         self._answering: TTLCache[bool] = TTLCache(_ANSWERING_TTL_S, _MAX_ANSWERING)
         """Routers that have answered a check about streams that they know, by subject token."""
-        self._num_unanswered: Counter[str] = Counter()
-        """Checks since the last answer, by the router's subject token."""
         self._passing_on: set[str] = set()
         """Routers that pass cancels and resyncs on to this worker, and have answered the last check, by subject
         token."""
@@ -91,23 +107,35 @@ class Guardians:
         own.serve("guarded", self._on_reply)
 
     def tick(self, now: float) -> None:
-        """Once a second, asks every guardian, and offers the streams that have none."""
-        if now - self._checked_at < _CHECK_INTERVAL_S:
-            self._say_if_heard()
-            return
-        self._checked_at = now
-        self._passing_on.difference_update(self._num_unanswered)
-        self._lose_silent(now)
+        """Asks every guardian, and offers the streams that have none, each about once a second."""
+        leased = lease_time()
+        self._reach.network = self._connection.network
+        guarded = self._guarded()
+        waiting = {one.guardian for one in self._streams.held if one.hold is not None and one.hold.reached_at}
+        asked = dict.fromkeys(self._reach.to_ask(leased), ()) if any(True for _ in self._streams.held) else {}
+        is_round = now - self._checked_at >= _CHECK_INTERVAL_S
+        if is_round:
+            self._checked_at = now
+            self._passing_on.difference_update(self._num_unanswered)
+            self._lose_silent(guarded, now, leased)
+            guarded = self._guarded()
         self._say_if_heard()
-        for router_id, keys in self._guarded().items():
-            self._check(router_id, keys)
+        self._num_ticks += 1
+        for router_id, streams in (asked | guarded).items():
+            if is_round or (self._reach.is_distant(router_id) and (self._num_ticks % 2 == 0 or router_id in waiting)):
+                is_asked = self._check(router_id, streams)
+                if is_asked and is_round:
+                    self._num_unanswered[token_of(router_id)] += 1
+        self._note_link(leased)
+        if not is_round:
+            return
         self._offer([stream for stream in self._streams if stream.guardian is None])
         for token in [token for token, since in self._unheard_since.items() if now - since >= _CHECK_INTERVAL_S / 2]:
             del self._unheard_since[token]
 
     def accepted(self, run: internal.Run) -> None:
         """Notes which router has placed a stream here."""
-        token = subjects.escape(run.router_id)
+        token = token_of(run.router_id)
         if run.passes_on and token and token not in self._num_unanswered:
             self._passing_on.add(token)
         self._say_if_heard()
@@ -115,37 +143,64 @@ class Guardians:
     def _say_if_heard(self) -> None:
         """Says whether every stream, ended ones included, has a guardian that passes on what its client asks for."""
         guardians = {stream.guardian or "" for stream in self._streams} | self._streams.ended_guardians.keys()
-        tokens = {subjects.escape(one) for one in guardians}
+        tokens = {token_of(one) for one in guardians}
         self._passing_on &= tokens
         self.listen(not tokens <= self._passing_on)
 
-    def _guarded(self) -> dict[str, list[str]]:
-        """Returns the keys of each guardian's streams; none if they have all ended."""
-        guarded: defaultdict[str, list[str]] = defaultdict(list)
+    def _guarded(self) -> dict[str, Sequence[WorkerStream]]:
+        """Returns each guardian's streams: the open ones, and those that are held although they have ended; none if all
+        have ended."""
+        guarded: defaultdict[str, list[WorkerStream]] = defaultdict(list)
         for router_id in filter(None, self._streams.ended_guardians):
             guarded[router_id] = []
-        for stream in self._streams:
+        for stream in dict.fromkeys((*self._streams, *self._streams.held)):
             if stream.guardian:
-                guarded[stream.guardian].append(stream.key)
-        return guarded
+                guarded[stream.guardian].append(stream)
+        return dict(guarded)
 
-    def _lose_silent(self, now: float) -> None:
-        """Takes their streams from guardians that have stopped answering."""
-        guarded = {subjects.escape(router_id) for router_id in self._guarded()}
-        for token, count in list(self._num_unanswered.items()):
-            if token not in guarded or count >= _MAX_UNANSWERED:
-                del self._num_unanswered[token]
-            if token in guarded and count >= _MAX_UNANSWERED and self._answering.get(token, now):
-                self._lose(token, list(self._of(token)))
+    def _note_link(self, leased: float) -> None:
+        """Logs when a link seems to be down while streams are held, and when none does any more."""
+        num_held = sum(1 for _ in self._streams.held)
+        is_suspect = num_held > 0 and self._reach.is_link_suspect(leased)
+        if is_suspect and not self._is_suspect:
+            self._log.warning("link_suspected", routers=self._reach.to_ask(leased), streams=num_held)
+        elif self._is_suspect and not is_suspect:
+            self._log.info("link_back", streams=num_held)
+            self._streams.held.link_back()
+        self._is_suspect = is_suspect
 
-    def _check(self, router_id: str, keys: list[str]) -> None:
+    def _lose_silent(self, guarded: Mapping[str, Sequence[WorkerStream]], now: float, leased: float) -> None:
+        """Takes their streams from guardians that have stopped answering, unless the link to them seems to be down."""
+        for token in self._num_unanswered.keys() - {token_of(router_id) for router_id in guarded}:
+            del self._num_unanswered[token]
+        for router_id, streams in guarded.items():
+            token = token_of(router_id)
+            if self._num_unanswered[token] < _MAX_UNANSWERED:
+                continue
+            if self._reach.is_distant(router_id) and self._reach.is_link_suspect(leased):
+                continue
+            del self._num_unanswered[token]
+            if self._answering.get(token, now):
+                self._lose(token, [stream for stream in streams if stream.terminal is None])
+
+    def _check(self, router_id: str, streams: Sequence[WorkerStream]) -> bool:
+        """Asks a router about some streams; returns whether that could be published."""
         reply = self._names.unguarded(self._announcer.model, self._announcer.worker_id, router_id)
         num_fitting = max(1, self._outbox.room_bytes // _MAX_KEY_BYTES)
-        with contextlib.suppress(OutboundBufferLimitError, ConnectionError):  # asked again a second later
-            for at in range(0, max(1, len(keys)), num_fitting):
-                check = internal.GuardCheck(request_ids=keys[at : at + num_fitting])
+        try:
+            for at in range(0, max(1, len(streams)), num_fitting):
+                some = streams[at : at + num_fitting]
+                check = internal.GuardCheck(
+                    request_ids=[stream.key for stream in some],
+                    attempts=[stream.run.attempt for stream in some],
+                    epoch=self._announcer.epoch,
+                    number=next(self._numbers),
+                )
                 self._connection.publish(self._names.router(router_id), codec.encode(check), reply)
-            self._num_unanswered[subjects.escape(router_id)] += 1
+                self._reach.asked(router_id, check.number, lease_time())
+        except (OutboundBufferLimitError, ConnectionError):  # asked again a second later
+            return False
+        return True
 
     def _on_unguarded(self, message: Msg) -> None:
         token, now = message.subject.rpartition(".")[2], time.monotonic()
@@ -155,33 +210,67 @@ class Guardians:
             except errors.RequestError as error:
                 self._log.error("unguarded_refused", error=str(error))
                 return
-            missing = set(answer.request_ids)
             if answer.passes_on:
                 self._passing_on.add(token)
             self._answering.put(token, True, now)
             self._num_unanswered.pop(token, None)
-            self._lose(token, [stream for stream in self._of(token) if stream.key in missing])
+            self._reach.answered(token, answer.number, answer.network, lease_time())
+            self._apply(token, answer)
             return
         if token == subjects.NO_ROUTER:
             self._passing_on.clear()
             self._say_if_heard()
             return
+        self._reach.no_responders(token, lease_time())
         self._passing_on.discard(token)
         self._say_if_heard()
         if token not in self._unheard_since:
             self._unheard_since[token] = now
+            self._streams.held.probe_flowing(self._of(token))
             asyncio.get_running_loop().call_later(_CONFIRM_S, self._check_again, token)
         elif now - self._unheard_since[token] >= _CONFIRM_S:
-            self._lose(token, list(self._of(token)))
+            # one whose client is out of reach too keeps its guardian: the link to both may be down
+            self._lose(token, [stream for stream in self._of(token) if not self._is_cut_off(stream)])
+
+    def _is_cut_off(self, stream: WorkerStream) -> bool:
+        """Whether a link seems to be down between this worker and both a stream's guardian and its client, who can't be
+        probed if it is to get only one message."""
+        if not self._reach.is_distant(stream.guardian):
+            return False
+        if not stream.is_streamed:
+            return self._reach.is_link_suspect(lease_time())
+        return stream.hold is not None and stream.hold.reached_at is None
+
+    def _apply(self, token: str, answer: internal.Unguarded) -> None:
+        """Acts on a guardian's answer to a check."""
+        missing = set(answer.request_ids)
+        lost = []
+        for stream in [stream for stream in self._of(token) if stream.key in missing]:
+            # one that was held may have moved meanwhile, and ended
+            if stream.hold is not None and lease_time() - stream.hold.since >= FENCE_S:
+                self._streams.held.disown(stream)
+            else:
+                lost.append(stream)
+        self._lose(token, lost)
+        guarded = [stream for stream in (*self._streams, *self._streams.held) if self._is_of(stream, token)]
+        doubtful = set(answer.doubtful)
+        for stream in guarded if answer.moved or doubtful else ():
+            if answer.moved.get(stream.key) == stream.run.attempt:
+                self._streams.held.disown(stream)
+            elif stream.key in doubtful and stream.hold is not None:
+                stream.hold.reached_at = None
+
+    def _is_of(self, stream: WorkerStream, token: str) -> bool:
+        return bool(stream.guardian) and token_of(stream.guardian) == token
 
     def _check_again(self, token: str) -> None:
-        for router_id, keys in self._guarded().items():
-            if subjects.escape(router_id) == token:
-                self._check(router_id, keys[:1])
+        for router_id, streams in self._guarded().items():
+            if token_of(router_id) == token:
+                self._check(router_id, streams[:1])
 
     def _of(self, token: str) -> Iterator[WorkerStream]:
         """Returns the streams whose guardian has this subject token."""
-        return (one for one in self._streams if one.guardian and subjects.escape(one.guardian) == token)
+        return (one for one in self._streams if self._is_of(one, token))
 
     def _lose(self, token: str, streams: Sequence[WorkerStream]) -> None:
         if not streams:
@@ -248,8 +337,9 @@ class Guardians:
         if not reply.accepted:
             return
         stream.guardian = reply.router_id
+        self._reach.heard(reply.router_id, lease_time())
         if reply.passes_on:
-            self._passing_on.add(subjects.escape(reply.router_id))
+            self._passing_on.add(token_of(reply.router_id))
         self._announcer.log.guardians[stream.stream_no] = reply.router_id
         self._announcer.publish_events()
         self._log.info(

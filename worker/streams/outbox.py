@@ -7,13 +7,16 @@ published together with what comes next. That is bounded: after 1.5 s without th
 (`worker/broker/fence.py`)."""
 
 import contextlib
+import math
 from collections.abc import Callable
 
-from tokenbus.protocol.bus.bus import Bus, OutboundBufferLimitError, Outgoing
-from tokenbus.protocol.wire import codec, limits, messages, subjects
+from tokenbus.protocol.bus.bus import Bus, OutboundBufferLimitError, Outgoing, lease_time
+from tokenbus.protocol.wire import codec, limits, messages
 from tokenbus.worker.broker.announcer import Announcer
 from tokenbus.worker.broker.event_log import NO_ENDS, Ends, SampledTokens
 from tokenbus.worker.contract import engine_output
+from tokenbus.worker.streams.chunk_marks import prompt_offset
+from tokenbus.worker.streams.holds import Hold
 from tokenbus.worker.streams.request_telemetry import StreamTelemetry, has_failed
 from tokenbus.worker.streams.stream import WorkerStream
 
@@ -33,24 +36,65 @@ class Outbox:
         """Called with a stream whose terminal has been published. Its engine request may still be open: a stream also
         ends when one of its chunks does not fit in a message."""
 
+        self.publish_until = math.inf
+        """From this time on, some streams have to be held before anything more is published: `on_late` does that."""
+        self.on_late: Callable[[], None] = lambda: None
+
     def __repr__(self) -> str:
         return f"<Outbox of {len(self._waiting)} chunks>"
 
-    def put_head(self, stream: WorkerStream, now: float, *, is_probe: bool = False) -> None:
-        """Adds the empty chunk that opens a stream or shows that it is alive.
+    @property
+    def confirmed_at(self) -> float:
+        """Everything published before this time has reached the broker, whose notices have all arrived."""
+        return self._connection.confirmed_at
 
-        The no-responders notice for a probe can be told from those for other chunks."""
+    def put_head(self, stream: WorkerStream, now: float) -> None:
+        """Adds the empty chunk that opens a stream or shows that it is alive."""
         stream.last_chunk_at = now
         head = stream.head()
-        if head is not None:
-            suffix = subjects.PROBE_SUFFIX if is_probe else ""
-            self._waiting.append((stream, head, _to_message(stream, head, suffix)))
+        if head is not None and stream.hold is None:
+            self._waiting.append((stream, head, _to_message(stream, head)))
+
+    def withhold(self, stream: WorkerStream, hold: Hold) -> None:
+        """Takes back the chunks of a stream that wait to be published; its tokens are still announced."""
+        for chunk in [chunk for one, chunk, _ in self._waiting if one is stream]:
+            hold.lack(chunk.offset, prompt_offset(chunk))
+        self._waiting = [entry for entry in self._waiting if entry[0] is not stream]
+
+    def publish_last(self, stream: WorkerStream) -> None:
+        """Adds the terminal of a stream that is given up."""
+        if stream.terminal is not None:
+            self._waiting.append((stream, stream.terminal, _to_message(stream, stream.terminal)))
+            self.flush()
+
+    def probe(self, stream: WorkerStream) -> bool:
+        """Publishes a probe of a held stream; returns whether it could."""
+        assert stream.hold is not None, stream
+        probe = stream.probe(stream.hold.offset)
+        if probe is None:
+            return False
+        chunk, reply = probe
+        try:
+            self._connection.publish(stream.run.reply, codec.encode(chunk, stream.run.encoding), reply)
+        except OutboundBufferLimitError:
+            return False
+        return True
+
+    def release(self, stream: WorkerStream, held: Hold) -> None:
+        """Adds what an open stream's client lacks since it was held."""
+        stream.hold = None
+        for chunk in stream.replay(held.offset, self.room_bytes, held.prompt_offset):
+            self._waiting.append((stream, chunk, _to_message(stream, chunk)))
+        self.flush()
 
     def put(self, stream: WorkerStream, output: engine_output.Output, now: float) -> None:
         """Adds an engine's output. If its chunk can't be made, nothing is added."""
         if output.prompt_logprobs:
             chunks = list(stream.prompt_chunks(output, self.room_bytes))
-            self._waiting += [(stream, one, _to_message(stream, one)) for one in chunks]
+            if stream.hold is None:
+                self._waiting += [(stream, one, _to_message(stream, one)) for one in chunks]
+            elif chunks:
+                stream.hold.lack(stream.hold.offset, chunks[0].prompt_offset or 0)
             stream.last_chunk_at = now if chunks else stream.last_chunk_at
             return
         chunk = stream.chunk(output)
@@ -60,12 +104,14 @@ class Outbox:
                 self._sampled.append(SampledTokens())
             first_token = stream.first_token if output.first_token is not None else None
             self._sampled[-1].add(stream.stream_no, output.token_ids, stream.last_logprobs, first_token)
-        if chunk is not None:
+        if chunk is not None and stream.hold is None:
             self._waiting.append((stream, chunk, _to_message(stream, chunk)))
 
     def fail(self, stream: WorkerStream) -> None:
         """Ends a stream because of a bug."""
         terminal = stream.fail()
+        if stream.hold is not None:
+            return
         self._waiting.append((stream, terminal, _to_message(stream, terminal)))
 
     def remove(self, stream: WorkerStream) -> None:
@@ -96,6 +142,8 @@ class Outbox:
 
     def flush(self) -> bool:
         """Publishes everything that waits, or nothing; returns whether nothing is left."""
+        if lease_time() >= self.publish_until:
+            self.on_late()
         if not self._waiting and not self._sampled:
             return True
         self._replace_too_large()
@@ -141,7 +189,7 @@ class Outbox:
             self._connection.publish_all([outgoing])
 
 
-def _to_message(stream: WorkerStream, chunk: messages.Chunk, gone_suffix: str = "") -> Outgoing:
+def _to_message(stream: WorkerStream, chunk: messages.Chunk) -> Outgoing:
     headers = codec.error_headers(chunk.error) if chunk.error else None
     run = stream.run
-    return Outgoing(run.reply, codec.encode(chunk, run.encoding), stream.gone_subject + gone_suffix, headers)
+    return Outgoing(run.reply, codec.encode(chunk, run.encoding), stream.marks.mark(chunk), headers)

@@ -113,10 +113,19 @@ class StreamTelemetry:
         """Records that a client asks for lost chunks for the first time."""
         self._log.info("stream_replayed", request_id=stream.key, offset=offset)
 
-    def client_gone(self, stream: WorkerStream) -> None:
+    def held(self, stream: WorkerStream) -> None:
+        """Records that nothing can be published for a stream."""
+        self._metrics.held_streams.inc()
+
+    def released(self, stream: WorkerStream, held_s: float, lacked_tokens: int) -> None:
+        """Records that a held stream flows again."""
+        self._metrics.released_streams.inc()
+        self._log.info("stream_released", request_id=stream.key, held_s=round(held_s, 2), tokens=lacked_tokens)
+
+    def client_gone(self, stream: WorkerStream, held_s: float) -> None:
         """Records that a stream's client is gone."""
         self._metrics.clients_gone.inc()
-        self._log.info("client_gone", request_id=stream.key)
+        self._log.info("client_gone", request_id=stream.key, held_s=round(held_s, 2))
 
     def failed(self, stream: WorkerStream) -> None:
         """Records a bug that is about to end a stream; call it from the `except` clause."""

@@ -18,6 +18,8 @@ from tokenbus.protocol.wire.params import GenerationParams
 from tokenbus.worker.contract import engine_output
 from tokenbus.worker.kv_exchange.fetcher import Fetch
 from tokenbus.worker.streams import prompt_scores
+from tokenbus.worker.streams.chunk_marks import ChunkMarks
+from tokenbus.worker.streams.holds import Hold
 from tokenbus.worker.streams.prompt_scores import PromptScoreBuffer
 from tokenbus.worker.streams.replay_buffer import ReplayBuffer
 
@@ -66,8 +68,9 @@ class WorkerStream:
     __slots__ = (
         "_id", "_model", "_prompt_scores", "_replay_buffer", "_token_bytes", "_wants_plain", "_worker_id",
         "accepted_at", "began_at", "cancel_error", "created", "deadline", "fetch", "first_token",
-        "first_token_sent", "gone_subject", "guardian", "hash_scheme", "is_open", "is_stranded", "is_streamed",
-        "key", "last_chunk_at", "last_logprobs", "last_words", "long_prompt", "max_reasoning_tokens", "max_tokens",
+        "first_token_sent", "guardian", "hash_scheme", "hold", "is_given_up", "is_open", "is_stranded",
+        "is_streamed", "key", "last_chunk_at", "last_logprobs", "last_words", "long_prompt", "marks",
+        "max_reasoning_tokens", "max_tokens",
         "num_prompt_tokens", "num_resumed", "offered_at", "replayed_at", "run", "sampling", "slow", "span",
         "stopped_by", "stranded_at", "stream_no", "terminal",
     )  # fmt: skip
@@ -101,8 +104,11 @@ class WorkerStream:
         self.key = run.request_id
         self.stream_no = stream_no
         """The number by which the event log refers to it."""
-        self.gone_subject = gone_subject
-        """The subject on which the broker reports that a chunk found no subscriber."""
+        self.hold: Hold | None = None
+        """While there is one, nothing may be published but probes."""
+        self.is_given_up = False
+        """Whether its client counts as gone."""
+        self.marks = ChunkMarks(gone_subject)
         self._model = model
         self._worker_id = worker_id
         self._id = subjects.key_to_request_id(run.request_id)
@@ -157,6 +163,18 @@ class WorkerStream:
 
     def __repr__(self) -> str:
         return f"<WorkerStream {self.key} attempt {self.run.attempt}: {self._replay_buffer.num_tokens} tokens>"
+
+    def probe(self, offset: int) -> tuple[messages.Chunk, str] | None:
+        """Returns an empty chunk at an offset, and the reply subject by which its notice can be told from others; None
+        if the client is to get only a terminal."""
+        if not self.is_streamed:
+            return None
+        return self._empty(offset, self._replay_buffer.text_offset(offset)), self.marks.probe_subject
+
+    def is_replaced_by(self, run: internal.Run) -> bool:
+        """Whether a run is a later attempt, whose router has given this one up without reaching the worker."""
+        is_given_up = self.hold is not None or self.run.router_id == run.router_id
+        return is_given_up and self.run.attempt < run.attempt and self.run.reply == run.reply
 
     @property
     def num_tokens(self) -> int:

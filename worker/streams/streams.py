@@ -13,6 +13,7 @@ from functools import partial
 
 import msgspec
 
+from tokenbus.protocol.bus.bus import lease_time
 from tokenbus.protocol.telemetry import long_waits, tracing
 from tokenbus.protocol.ttl_cache import TTLCache
 from tokenbus.protocol.wire import block_hash, codec, errors, internal, limits, messages, subjects
@@ -26,9 +27,10 @@ from tokenbus.worker.kv_exchange.exchange import KvExchange
 from tokenbus.worker.kv_exchange.fetcher import Fetch
 from tokenbus.worker.settings.settings import FrontendSettings
 from tokenbus.worker.streams.early_cancels import EarlyCancels
-from tokenbus.worker.streams.liveness import ClientLiveness
+from tokenbus.worker.streams.held_streams import HeldStreams
 from tokenbus.worker.streams.outbox import Outbox
 from tokenbus.worker.streams.request_telemetry import StreamTelemetry
+from tokenbus.worker.streams.router_reach import RouterReach
 from tokenbus.worker.streams.run_request import sampling_report, to_engine_request
 from tokenbus.worker.streams.stranded import StrandedStreams
 from tokenbus.worker.streams.stream import WorkerStream
@@ -47,6 +49,7 @@ class Streams:
         settings: FrontendSettings,
         exchange: KvExchange,
         adapters: Adapters | None = None,
+        reach: RouterReach | None = None,
     ) -> None:
         self._announcer = announcer
         self._outbox = outbox
@@ -56,7 +59,8 @@ class Streams:
         self._exchange = exchange
         self._chat: ChatRules | None = None
         self._streams: dict[str, WorkerStream] = {}
-        self._liveness = ClientLiveness()
+        self._reach = RouterReach() if reach is None else reach
+        self.held = HeldStreams(self, outbox, self._reach, telemetry, settings)
         self._ended: TTLCache[WorkerStream] = TTLCache(limits.ENDED_STREAM_TTL_S, limits.MAX_ENDED_STREAM_BYTES)
         self._taken: TTLCache[internal.TakeReply] = TTLCache(limits.ENDED_STREAM_TTL_S, _MAX_TAKEN_BYTES)
         """The replies to `take`, by request key, attempt and router."""
@@ -74,7 +78,7 @@ class Streams:
         outbox.on_ended = self._close
 
     def __repr__(self) -> str:
-        return f"<Streams {len(self._streams)} open, {len(self._ended)} ended, {self._liveness!r}>"
+        return f"<Streams {len(self._streams)} open, {len(self._ended)} ended, {self.held!r}>"
 
     def engine_started(self, serving: Serving) -> None:
         """Prepares for requests to a new engine, which also continues open streams, if it has their adapters."""
@@ -156,8 +160,9 @@ class Streams:
             return True
         if (stream.first_token_sent or stream.terminal is not None) and not moved:
             return False
-        self._abandon(stream, "moved" if moved else "dropped")
-        self._announcer.log.finished.append(key)
+        self.abandon(stream, "moved" if moved else "dropped")
+        # a router that has moved it, and waits for another worker, must not think that it has ended here
+        (self._announcer.log.taken if moved else self._announcer.log.finished).append(key)
         self._announcer.publish_events()  # before the reply: later, it could be mistaken for the end of a later attempt
         return True
 
@@ -181,7 +186,7 @@ class Streams:
         reply = internal.TakeReply(ok=True, epoch=epoch, **msgspec.structs.asdict(stream.state(take.known_tokens)))
         if len(reply.token_ids) + len(reply.logprobs) > _MAX_TAKEN_BYTES:
             return internal.TakeReply(ok=False, epoch=epoch)
-        self._abandon(stream, "taken")
+        self.abandon(stream, "taken")
         size = len(name) + len(reply.token_ids) + len(reply.logprobs) + 512
         if is_leaving and stream.last_words is not None:
             room_bytes = self._outbox.room_bytes
@@ -203,6 +208,10 @@ class Streams:
         """Returns the open stream of a request."""
         return self._streams.get(key)
 
+    def find_any(self, key: str) -> WorkerStream | None:
+        """Returns the stream of a request that is open, or has ended not long ago."""
+        return self._streams.get(key) or self._ended.get(key, time.monotonic())
+
     @property
     def has_taken(self) -> bool:
         """Whether routers have taken streams, and may ask for them again."""
@@ -223,8 +232,9 @@ class Streams:
         stream = self._streams.get(key) or self._ended.get(key, now)
         if stream is None:
             return False
-        # a client that asks for lost chunks is alive
-        self._liveness.forget(key)
+        if stream.hold is not None:
+            self.held.asked(stream, offset, prompt_offset)
+            return True
         if now - stream.replayed_at >= limits.REPLAY_INTERVAL_S:
             if not stream.replayed_at:
                 self._telemetry.replayed(stream, offset)
@@ -235,25 +245,11 @@ class Streams:
     def abandon_all(self) -> None:
         """Abandons every stream without a terminal, because a new epoch begins."""
         for stream in list(self._streams.values()):
-            self._abandon(stream, "abandoned")
+            self.abandon(stream, "abandoned")
         self._ended.clear()
         self.ended_guardians.clear()
         self._taken.clear()
-
-    def no_responders(self, key: str, *, is_probe: bool) -> None:
-        """Handles a no-responders notice: one for a probe means that the client is gone, and cancels its stream."""
-        now = time.monotonic()
-        if key not in self._streams:
-            return
-        if not is_probe:
-            self._liveness.no_responders(key, now)
-        elif self._liveness.probe_no_responders(key, now):
-            self._telemetry.client_gone(self._streams[key])
-            self.cancel(key)
-
-    def reconnected(self) -> None:
-        """Ignores earlier no-responders notices: after a reconnect, clients may still be reconnecting too."""
-        self._liveness.reconnected(time.monotonic())
+        self.held.clear()
 
     def prompt_progress(self, key: str, computed_tokens: int, cached_tokens: int) -> None:
         """Logs the progress of a prompt that takes long."""
@@ -272,8 +268,7 @@ class Streams:
                 self._telemetry.waits(stream, now - stream.accepted_at)
         self._telemetry.log_waits(self._load, now)
         self._stranded.tick(self._streams.values(), now)
-        for key in self._liveness.due_probes(now):
-            self._outbox.put_head(self._streams[key], now, is_probe=True)
+        self.held.tick()
         self._outbox.flush()
         self._ended.expire(now)
         self._early_cancels.expire(now)
@@ -317,6 +312,9 @@ class Streams:
         if request.reasoning_limit is not None:
             stream.max_reasoning_tokens = request.reasoning_limit.max_tokens
         check = StreamValidator(request, lambda output: None) if self.settings.debug else None
+        if (earlier := self._streams.get(run.request_id)) is not None:
+            self.abandon(earlier, "moved")
+        self._reach.heard(run.router_id, lease_time(), run.router_network)
         engine.generate(request, partial(self._take, stream, check))
         # if the id was used before, resyncs refer to the new stream from now on
         self._ended.pop(stream.key)
@@ -357,7 +355,7 @@ class Streams:
             self._outbox.fail(stream)
         self._announcer.publish_events()  # routers measure the computation from here on
 
-    def _abandon(self, stream: WorkerStream, reason: str) -> None:
+    def abandon(self, stream: WorkerStream, reason: str) -> None:
         """Ends a stream and its engine request without a terminal."""
         # first, so that the engine's last output for the stream is ignored
         self._forget(stream)
@@ -388,7 +386,8 @@ class Streams:
             raise errors.request_error(errors.Code.NO_WORKER, "the run was taken back before it arrived")
         if not subjects.is_inbox(run.reply, self.settings.inbox_prefixes, run.request_id.partition(":")[0]):
             raise errors.request_error(errors.Code.INVALID_REQUEST, "reply: is not an inbox", param="reply")
-        if run.request_id in self._streams:
+        live = self._streams.get(run.request_id)
+        if live is not None and not live.is_replaced_by(run):
             raise errors.request_error(errors.Code.DUPLICATE_REQUEST)
         return serving
 
@@ -421,9 +420,11 @@ class Streams:
         """Keeps a stream that has ended for a while, so that its client can ask for lost chunks."""
         self._forget(stream)
         stream.run = codec.replace(stream.run, token_ids=b"")  # the rest is small
-        now = time.monotonic()
-        self._ended.put(stream.key, stream, now, stream.memory_bytes)
-        self.ended_guardians[stream.guardian or ""] = now
+        # a client that returns too late finds nothing, and can send its request again with what it has
+        if not stream.is_given_up:
+            now = time.monotonic()
+            self._ended.put(stream.key, stream, now, stream.memory_bytes)
+            self.ended_guardians[stream.guardian or ""] = now
         # it may have ended only here, and the engine would continue
         if self._engine is not None:
             self._engine.abort(stream.key)
@@ -434,6 +435,6 @@ class Streams:
         self._exchange.cancel(stream.key)
         if not self._streams:
             self._none_open.set()
-        self._liveness.forget(stream.key)
+        self.held.forget(stream)
         if stream.deadline is not None:
             stream.deadline.cancel()

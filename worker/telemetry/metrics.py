@@ -147,6 +147,11 @@ class WorkerMetrics(MetricFamilies):
             "failures_in_a_row", "Requests since the last success that ended in an error that need not recur elsewhere."
         )
         self.clients_gone = counter("clients_gone", "Requests cancelled because their client was gone.")
+        self.held = gauge("streams_held", "Open streams that nothing is published for, since a link may be down.")
+        self.held_streams = counter(
+            "held_streams", "Streams held because their client or their router was out of reach."
+        )
+        self.released_streams = counter("released_streams", "Held streams that have flowed again.")
         self.refused = counter("refusals", "Refused runs, by error code.", code=errors.Code)
         self.constrained = counter(
             "constrained_requests",

@@ -76,6 +76,8 @@ class Run(public.Message, frozen=True, kw_only=True, omit_defaults=True):
     """The epoch of the worker for which the run is meant; in any other epoch the worker refuses it."""
     router_id: str
     """The router that sends it."""
+    router_network: str = ""
+    """The cluster of the broker that this router is connected to, or that broker's own id if it is in none."""
     reply: str
     """The client's reply subject, to which chunks are published."""
     encoding: codec.Encoding
@@ -244,6 +246,12 @@ class GuardCheck(public.Message, frozen=True, kw_only=True, omit_defaults=True):
 
     request_ids: list[str]
     """The keys of the streams whose guardian it is, as far as the worker knows; none if they have all ended."""
+    attempts: list[int] = []
+    """The attempt of each; empty in checks of earlier versions."""
+    epoch: str = ""
+    """The worker's epoch. A router that knows another one does not answer."""
+    number: int = 0
+    """The check's number, which the answer repeats; 0 in checks of earlier versions."""
 
 
 class Unguarded(public.Message, frozen=True, kw_only=True, omit_defaults=True):
@@ -255,3 +263,13 @@ class Unguarded(public.Message, frozen=True, kw_only=True, omit_defaults=True):
     """The requests that it does not know; none if it guards them all."""
     passes_on: bool = False
     """Whether it passes on cancels and resyncs."""
+    moved: dict[str, int] = {}
+    """The requests that it has given up there, or has given to another worker or in another attempt, each with the
+    attempt that it was asked about."""
+    doubtful: list[str] = []
+    """The requests of which it is about to find out whether that worker has them: they are not confirmed."""
+    number: int = 0
+    """The number of the check."""
+    network: str = ""
+    """The cluster of the broker that it is connected to, or that broker's own id if it is in none. Between workers and
+    routers of different networks there are links that may be down while both are well."""

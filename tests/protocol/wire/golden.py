@@ -470,6 +470,7 @@ INTERNAL: list[tuple[str, messages.Message]] = [
             attempt=3,
             epoch="1760000000000-abcdef",
             router_id="router-1",
+            router_network="eu-1",
             reply="_INBOX_acme.a.b",
             encoding=codec.Encoding.MSGPACK,
             token_ids=block_hash.pack_token_ids([1]),
@@ -545,6 +546,12 @@ INTERNAL: list[tuple[str, messages.Message]] = [
         internal.GuardReply(request_id="default:r-1", attempt=2, accepted=True, router_id="router-1"),
     ),
     ("are they yours?", internal.GuardCheck(request_ids=["default:r-1", "default:r-2"])),
+    (
+        "are they still?",
+        internal.GuardCheck(
+            request_ids=["default:r-1", "default:r-2"], attempts=[1, 2], epoch="1760000000000-abcdef", number=7
+        ),
+    ),
     ("one is not", internal.Unguarded(router_id="router-1", request_ids=["default:r-2"])),
     ("all are", internal.Unguarded(router_id="router-1", request_ids=[], passes_on=True)),
     (
@@ -552,6 +559,17 @@ INTERNAL: list[tuple[str, messages.Message]] = [
         internal.GuardReply(request_id="default:r-1", attempt=2, accepted=True, router_id="router-1", passes_on=True),
     ),
     ("by a router that passes on", codec.replace(RUN, passes_on=True)),
+    (
+        "one has moved",
+        internal.Unguarded(
+            router_id="router-1",
+            request_ids=[],
+            moved={"default:r-1": 1},
+            doubtful=["default:r-2"],
+            number=7,
+            network="eu-1",
+        ),
+    ),
     (
         "load",
         internal.Control(

@@ -12,7 +12,7 @@ import pytest
 from tests.router.builders import at, card, events, known, stored
 from tokenbus.protocol.wire import messages
 from tokenbus.router.fleet.fleet import Fleet
-from tokenbus.router.placement.placement import NoWorker, OwnSite, Placement, PlacementOptions, PlacementRequest
+from tokenbus.router.placement.placement import NoWorker, Placement, PlacementOptions, PlacementRequest
 from tokenbus.router.placement.policies import (
     ENTRY_POINTS,
     POLICIES,
@@ -24,6 +24,7 @@ from tokenbus.router.placement.policies import (
     draw,
     make_policies,
 )
+from tokenbus.router.placement.sites import OwnSite
 from tokenbus.router.placement.worker_table import Floats
 
 ANYONE = PlacementOptions()

@@ -15,6 +15,7 @@ from tokenbus.worker.broker.announcer import Announcer
 from tokenbus.worker.broker.replica_state import Serving
 from tokenbus.worker.contract import engine_output
 from tokenbus.worker.streams import replay_buffer
+from tokenbus.worker.streams.holds import Hold
 from tokenbus.worker.streams.outbox import Outbox
 from tokenbus.worker.streams.request_telemetry import StreamTelemetry
 from tokenbus.worker.streams.stream import WorkerStream
@@ -387,17 +388,48 @@ async def test_nothing_is_replayed_while_chunks_wait() -> None:
     assert sender.replay(one) == []
 
 
-async def test_the_notice_of_a_probe_can_be_told_from_that_of_a_head() -> None:
-    sender, one, whole = Sender(), stream(), stream(stream=False)
-    one.gone_subject = "gone"
+def gone_stream() -> WorkerStream:
+    """Returns a stream whose chunks ask for notices."""
+    return WorkerStream(stream().run, "demo", "w1", now=0.0, gone_subject="gone")
+
+
+async def test_the_notice_of_a_probe_can_be_told_from_those_of_the_chunks_before_it() -> None:
+    sender, one = Sender(), gone_stream()
     sender.put(one, output("a"))
-    sender.outbox.put_head(one, 2.0, is_probe=True)
-    sender.outbox.put_head(whole, 2.0, is_probe=True)
+    sender.put(one, output("b"))
     sender.outbox.flush()
-    _, chunk, probe, _ = sender.bus.take()
+    _, first, second, _ = sender.bus.take()
+    one.hold = Hold(0.0, 1, 2, is_blind=False)
+    assert sender.outbox.probe(one)
+    (probe,) = sender.bus.take()
     head = decoded(probe)
     assert isinstance(head, messages.Chunk)
-    assert (head.offset, head.tokens, chunk.reply, probe.reply) == (1, 0, "gone", "gone" + subjects.PROBE_SUFFIX)
+    assert (head.offset, head.tokens, probe.reply) == (1, 0, "gone" + subjects.PROBE_SUFFIX)
+    marks = [subjects.Subjects().parse_gone(f"x.{one.reply}")[1] for one in (first, second)]
+    assert [one.marks.carried(mark)[0] for mark in marks if mark is not None] == [0, 1]
+
+
+async def test_a_held_stream_is_still_announced_and_its_chunks_leave_when_it_is_released() -> None:
+    sender, one = Sender(), gone_stream()
+    sender.put(one, output("a", 1))
+    one.hold = Hold(0.0, 1, 0, is_blind=False)
+    sender.outbox.withhold(one, one.hold)  # what waited is withheld too
+    sender.put(one, output("b", 2))
+    sender.outbox.put_head(one, 2.0)
+    sender.put(one, output("c", 3, last=True))
+    events, seal = sender.flush()
+    assert isinstance(events, internal.Events)
+    assert isinstance(seal, internal.Seal)
+    assert [token for _, token in tokens_in(events)] == [1, 2, 3]
+    assert (one.hold.offset, sender.ended) == (0, [])
+    sender.outbox.release(one, one.hold)
+    chunk, terminal, ended = [decoded(one) for one in sender.bus.take()]
+    assert isinstance(chunk, messages.Chunk)
+    assert isinstance(terminal, messages.Chunk)
+    assert (chunk.text, terminal.text, terminal.finish_reason) == ("ab", "c", messages.FinishReason.LENGTH)
+    assert isinstance(ended, internal.Events)
+    assert ended.finished == [one.key]
+    assert sender.ended == [one]
 
 
 # Chunks that do not fit

@@ -1,0 +1,36 @@
+"""Marks the latest chunks of a stream, so that the broker's notice that one has found no subscriber says which."""
+
+from tokenbus.protocol.wire import messages, subjects
+
+
+class ChunkMarks:
+    """The reply subjects of one stream's chunks, used in turn, and what the last chunk with each of them carried."""
+
+    __slots__ = ("_carried", "_number", "_subjects", "probe_subject")
+
+    def __init__(self, gone_subject: str) -> None:
+        """`gone_subject` is the subject of the stream's notices, without a mark; if empty, none are wanted."""
+        self.probe_subject = gone_subject + subjects.PROBE_SUFFIX
+        self._subjects = [f"{gone_subject}:{mark}" for mark in range(subjects.NUM_MARKS)] if gone_subject else []
+        self._carried: list[tuple[int, int | None]] = [(0, None)] * subjects.NUM_MARKS
+        self._number = 0
+
+    def __repr__(self) -> str:
+        return f"<ChunkMarks {self._carried}>"
+
+    def mark(self, chunk: messages.Chunk) -> str:
+        """Returns the reply subject for a chunk that is about to be published."""
+        if not self._subjects:
+            return ""
+        number = self._number = (self._number + 1) % subjects.NUM_MARKS
+        self._carried[number] = chunk.offset, prompt_offset(chunk)
+        return self._subjects[number]
+
+    def carried(self, mark: int) -> tuple[int, int | None]:
+        """Returns the offset of the last chunk with a mark, and its `prompt_offset`."""
+        return self._carried[mark]
+
+
+def prompt_offset(chunk: messages.Chunk) -> int | None:
+    """Returns where in the prompt a chunk's log probabilities begin; None if it has none."""
+    return (chunk.prompt_offset or 0) if chunk.prompt_logprobs else None

@@ -1,0 +1,193 @@
+"""Holds the streams of one worker, probes their clients, and lets them flow again or gives them up."""
+
+import math
+import time
+from collections.abc import Iterable, Iterator
+from typing import Protocol
+
+from tokenbus.protocol.bus.bus import lease_time
+from tokenbus.worker.settings.settings import FrontendSettings
+from tokenbus.worker.streams.holds import Hold, Holds, Patience
+from tokenbus.worker.streams.outbox import Outbox
+from tokenbus.worker.streams.request_telemetry import StreamTelemetry
+from tokenbus.worker.streams.router_reach import RouterReach
+from tokenbus.worker.streams.stream import WorkerStream
+
+
+class StreamOwner(Protocol):
+    """The owner of the streams."""
+
+    def __iter__(self) -> Iterator[WorkerStream]:
+        """Yields the open streams."""
+        ...
+
+    def find_any(self, key: str) -> WorkerStream | None:
+        """Returns a stream that is open, or has ended not long ago."""
+        ...
+
+    def abandon(self, stream: WorkerStream, reason: str) -> None:
+        """Ends an open stream without a terminal."""
+        ...
+
+    def cancel(self, key: str) -> bool:
+        """Ends an open stream with `cancelled`."""
+        ...
+
+    def drop(self, key: str, attempt: int, *, moved: bool = False) -> bool:
+        """Ends a stream without a terminal. If it has `moved`, it may have ended, and is no longer replayed."""
+        ...
+
+
+class HeldStreams:
+    """The streams of one worker that are held: open ones, and those that ended while they were, or just before."""
+
+    def __init__(
+        self,
+        owner: StreamOwner,
+        outbox: Outbox,
+        reach: RouterReach,
+        telemetry: StreamTelemetry,
+        settings: FrontendSettings,
+    ) -> None:
+        self._owner = owner
+        self._outbox = outbox
+        self._reach = reach
+        self._telemetry = telemetry
+        self._holds = Holds(Patience(settings.gone_after_s, settings.link_patience_s))
+        outbox.on_late = self.hold_unconfirmed
+
+    def __repr__(self) -> str:
+        return repr(self._holds)
+
+    def __iter__(self) -> Iterator[WorkerStream]:
+        for key in self._holds:
+            stream = self._owner.find_any(key)
+            if stream is not None and stream.hold is not None:
+                yield stream
+            else:
+                self._holds.forget(key)
+
+    def no_responders(self, key: str, mark: int | None) -> None:
+        """Handles a no-responders notice: the chunk with this mark has not reached its client, or a probe (None) has
+        not."""
+        if mark is None:
+            self._holds.missed(key)
+            return
+        stream = self._owner.find_any(key)
+        if stream is not None and not stream.is_given_up:
+            offset, prompt_offset = stream.marks.carried(mark)
+            self._hold(stream, offset).lack(offset, prompt_offset)
+
+    def hold_unconfirmed(self) -> None:
+        """Holds the streams of distant guardians that have not confirmed them for too long."""
+        now, until = lease_time(), math.inf
+        for stream in self._owner:
+            if stream.hold is None and now >= (deadline := self._reach.publish_until(stream.guardian)):
+                self._hold(stream, stream.num_tokens)
+            elif stream.hold is None:
+                until = min(until, deadline)
+        self._outbox.publish_until = until
+
+    def asked(self, stream: WorkerStream, offset: int, prompt_offset: int | None) -> None:
+        """Notes that the client of a held stream asks for lost chunks: it can be reached, and says what it has."""
+        assert stream.hold is not None, stream
+        stream.hold.offset, stream.hold.prompt_offset = min(offset, stream.num_tokens), prompt_offset
+        stream.hold.reached_at = stream.hold.reached_at or lease_time()
+        self._settle(stream, lease_time())
+
+    def tick(self) -> None:
+        """Probes the clients of held streams; lets streams flow again, or gives them up."""
+        self.hold_unconfirmed()
+        if not self._holds:
+            return
+        now = lease_time()
+        self._holds.confirmed(self._outbox.confirmed_at)
+        is_suspect = self._reach.is_link_suspect(now)
+        for stream in list(self):
+            if self._settle(stream, now):
+                continue
+            if self._holds.is_over(stream.key, stream.num_tokens, now, is_link_suspect=is_suspect):
+                self._give_up(stream, now)
+        due = set(self._holds.due_probes(now))
+        for stream in self:
+            if stream.key in due and self._outbox.probe(stream):
+                self._holds.probed(stream.key, now)
+        self._holds.expire(now)
+
+    def probe_flowing(self, streams: Iterable[WorkerStream]) -> None:
+        """Finds out at once whether the clients of some streams can be reached: those that can't are held."""
+        for stream in streams:
+            self._outbox.put_head(stream, time.monotonic())
+        self._outbox.flush()
+
+    def link_back(self) -> None:
+        """Probes all held streams at once."""
+        self._holds.hurry(lease_time())
+
+    def reconnected(self) -> None:
+        """Gives no client up for a while: after a reconnect, clients may still be reconnecting too."""
+        self._holds.reconnected(lease_time())
+
+    def disown(self, stream: WorkerStream) -> None:
+        """Gives up a stream that another worker continues, as its guardian says; it may have ended here."""
+        self._owner.drop(stream.key, stream.run.attempt, moved=True)
+        self.forget(stream)
+
+    def forget(self, stream: WorkerStream) -> None:
+        """Forgets a stream that has ended."""
+        self._holds.forget(stream.key)
+        stream.hold = None
+
+    def clear(self) -> None:
+        """Forgets every stream."""
+        self._holds.clear()
+
+    def _hold(self, stream: WorkerStream, offset: int) -> Hold:
+        """Publishes nothing more for a stream whose client lacks everything from `offset` on."""
+        if stream.hold is None:
+            is_blind = not stream.is_streamed
+            stream.hold = self._holds.hold(stream.key, offset, stream.num_tokens, lease_time(), is_blind=is_blind)
+            self._outbox.withhold(stream, stream.hold)
+            self._telemetry.held(stream)
+        return stream.hold
+
+    def _settle(self, stream: WorkerStream, now: float) -> bool:
+        """Lets a held stream flow again if its client can be reached and its guardian has confirmed it since; returns
+        whether it does."""
+        assert stream.hold is not None, stream
+        if stream.hold.reached_at is None or not self._reach.has_ruled(stream.guardian, stream.hold.reached_at, now):
+            return False
+        # whether a client that gets one message is there shows only when that is sent: too late if it has another
+        if stream.hold.is_blind and self._reach.is_link_suspect(now) and not self._reach.confirms(stream.guardian, now):
+            return False
+        if not self._outbox.flush():
+            return False
+        hold = self._holds.release(stream.key, stream.num_tokens, now)
+        self._telemetry.released(stream, now - hold.since, stream.num_tokens - hold.offset)
+        if stream.is_open:
+            self._outbox.release(stream, hold)
+        else:
+            stream.hold = None
+            self._outbox.replay(stream, hold.offset, time.monotonic(), hold.prompt_offset)
+        return True
+
+    def _give_up(self, stream: WorkerStream, now: float) -> None:
+        """Ends a stream that was held for too long. If its guardian may have given it to another worker, its client
+        gets nothing more from this one, not even a terminal."""
+        assert stream.hold is not None, stream
+        held_s = now - stream.hold.since
+        if stream.hold.is_blind and stream.terminal is None:
+            stream.guardian = None  # its client has missed nothing yet: it is offered to other routers
+            self._outbox.release(stream, self._holds.release(stream.key, stream.num_tokens, now))
+            return
+        self.forget(stream)
+        stream.is_given_up = True
+        if not stream.is_open:
+            return
+        self._telemetry.client_gone(stream, held_s)
+        if not self._reach.confirms(stream.guardian, now):
+            self._owner.abandon(stream, "unconfirmed")
+        elif stream.terminal is not None:
+            self._outbox.publish_last(stream)
+        else:
+            self._owner.cancel(stream.key)
