@@ -10,6 +10,8 @@ from tests.support.exact_client import until_ready
 from tests.support.raw_client import Answer
 from tests.support.system import System
 
+MOST = 0.5
+"""Far more than what the other sequences of a step change, and far less than what another position's would be off."""
 ASKED: dict[str, Any] = {
     "prompt": "12 + 30 = 42. The capital of Borland is Teska. " * 55,
     "prompt_logprobs": 3,
@@ -60,6 +62,8 @@ async def test_a_prompt_is_scored_whole_though_its_worker_is_killed_meanwhile(sy
         assert [one["id"] for one in found] == [one["id"] for one in expected]
         assert found[0]["logprob"] is None
         scores = [one["logprob"] for one in found[1:]]
-        assert scores == pytest.approx([one["logprob"] for one in expected[1:]], abs=0.1)
+        differences = [abs(one - other["logprob"]) for one, other in zip(scores, expected[1:], strict=True)]
+        assert max(differences) < MOST
+        assert sum(differences) / len(differences) < MOST / 50
         assert answer.text == calm.text
     assert {answer.terminals[0]["attempt"] for answer in cut} == {1, 2}
