@@ -213,6 +213,9 @@ class ApiEndpoint(Generic[BodyT]):
 
     def __post_init__(self) -> None:
         self._decoder = codec.Decoder(self.body, self.free_form)
+        # compared at once: there are a hundred, of which most bodies have none
+        self._unserved_values = _values_of(tuple(self.unserved))
+        self._absent = (None,) * len(self.unserved)
 
     def parse(
         self,
@@ -230,9 +233,11 @@ class ApiEndpoint(Generic[BodyT]):
         records not in `earlier`, and RequestError or ApiError with the API's name for the field at fault."""
         body = self._decoder.decode(payload, codec.Encoding.JSON)
         model = _checked_model(body.model or default_model)
-        for name, field in self.unserved.items():
-            if not field.is_harmless(getattr(body, name)):
-                raise errors.unsupported_field(name, field.problem)
+        given = self._unserved_values(body)
+        if given != self._absent:
+            for (name, field), value in zip(self.unserved.items(), given, strict=True):
+                if not field.is_harmless(value):
+                    raise errors.unsupported_field(name, field.problem)
         session = conversation.session_of(headers)
         return self.read(body, RequestHead(request_id, model, session, earlier or {}, max_record_bytes))
 
@@ -307,6 +312,13 @@ class Dialect(NamedTuple):
         """Returns all paths under which a path of this API is served."""
         bare = path.removeprefix("/v1")
         return (path, bare) if self.has_bare_paths and bare != path else (path,)
+
+
+def _values_of(names: tuple[str, ...]) -> Callable[[object], tuple[Any, ...]]:
+    """Returns a function that returns the values of a body's fields."""
+    if len(names) > 1:
+        return operator.attrgetter(*names)
+    return lambda body: tuple(getattr(body, name) for name in names)
 
 
 def _checked_model(name: str) -> str:
