@@ -179,7 +179,7 @@ class Simulation:
             if placement.has_remote_prefill and source is not None:
                 worker.submit_with_remote_prefill(number, request, now, source)
             else:
-                worker.submit(number, request, now, source)
+                worker.submit(number, request, now, source, placement.expected_cached_tokens)
 
     def _record(self, progress: RequestProgress) -> None:
         number = progress.number

@@ -80,8 +80,10 @@ class VirtualWorker:
         self._timers: list[tuple[float, int, Callable[[float], None]]] = []
         """A heap of the end times of transfers; ties are broken by number."""
         self._timer_numbers = itertools.count()
-        self._fetching: dict[int, int] = {}
-        """Prompt tokens of the sequences that wait for blocks, by number."""
+        self._fetching: set[int] = set()
+        """The numbers of the sequences that wait for blocks."""
+        self._queued_tokens: dict[int, int] = {}
+        """Prompt tokens expected to be computed, of sequences that have not started."""
         self._remote_prefills: dict[int, Callable[[float], None]] = {}
         """The workers waiting for the prompts that this one computes for others, by the number of the sequence."""
         self._num_awaited = 0
@@ -132,10 +134,18 @@ class VirtualWorker:
             role=self.role,
         )
 
-    def submit(self, number: int, request: TracedRequest, now: float, source: "VirtualWorker | None" = None) -> None:
+    def submit(
+        self,
+        number: int,
+        request: TracedRequest,
+        now: float,
+        source: "VirtualWorker | None" = None,
+        expected_cached_tokens: int = 0,
+    ) -> None:
         """Accepts a request of the trace, fetching blocks from `source` first. Starts a step at once if it was idle and
         has nothing to wait for."""
         sequence, started = self._accept(number, request, now)
+        self._queued_tokens[number] = max(0, request.prompt_tokens - expected_cached_tokens)
         transfer = None if source is None else self._begin_fetch(source, sequence, now)
         fetches = []
         if transfer is None:
@@ -203,6 +213,7 @@ class VirtualWorker:
             arrived_at=now,
         )
         self._remote_prefills[number] = on_computed
+        self._queued_tokens[number] = remote_prefill.num_prompt
         self._scheduler.add(remote_prefill)
         self._publish(now, remote_prefills=[key])
         if self._plan is None:
@@ -235,13 +246,13 @@ class VirtualWorker:
         compute_s = self._timing.step_ms(self._link.num_missing(prefix), 0, 0.0) / 1e3 / self._speed
         transfer = self._link.begin(source._link, prefix, compute_s, now)
         if transfer is not None:
-            self._fetching[sequence.seq_no] = sequence.num_prompt
+            self._fetching.add(sequence.seq_no)
             source._call_at(transfer.ends_at, lambda at: source._link.finish_sending(transfer))
             self._call_at(transfer.ends_at, lambda at: self._end_fetch(source, sequence, transfer, at))
         return transfer
 
     def _end_fetch(self, source: "VirtualWorker", sequence: Sequence, transfer: VirtualTransfer, now: float) -> None:
-        del self._fetching[sequence.seq_no]
+        self._fetching.remove(sequence.seq_no)
         self._link.finish_receiving(transfer)
         tokens = transfer.end - transfer.start
         self.num_fetched_tokens += tokens
@@ -269,6 +280,8 @@ class VirtualWorker:
         if self._step_budget is not None:
             budget = min(budget, self._step_budget.prefill_tokens(decoding))
         self._plan = self._scheduler.schedule(budget)
+        for sequence in self._plan.started:
+            self._queued_tokens.pop(sequence.seq_no, None)
         assert self._plan.scheduled, self
         self._step_began_at = now
         step_ms = plan_ms(self._plan, self._timing, self._capacity_tokens)
@@ -342,11 +355,11 @@ class VirtualWorker:
         remote_prefills: list[str] | None = None,
     ) -> None:
         load = self._scheduler.load()
-        if self._fetching or self._num_awaited:
+        if self._queued_tokens or self._num_awaited:
             load = codec.replace(
                 load,
                 waiting=load.waiting + len(self._fetching) + self._num_awaited,
-                queued_prefill_tokens=load.queued_prefill_tokens + sum(self._fetching.values()),
+                queued_prefill_tokens=load.queued_prefill_tokens + sum(self._queued_tokens.values()),
             )
         removed, stored = self._pool.prefixes.take_events()
         entry = internal.Events(

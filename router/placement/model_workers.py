@@ -29,9 +29,10 @@ from tokenbus.router.placement.placement import (
 from tokenbus.router.placement.policies import Policy, View, draw
 from tokenbus.router.placement.predictions import Predictions
 from tokenbus.router.placement.prefix_index import HashScheme, MatchLevel, PrefixIndex, hash_scheme_of
+from tokenbus.router.placement.prefix_waits import PrefixWaits
 from tokenbus.router.placement.sites import Distances, OwnSite
 from tokenbus.router.placement.worker_table import Floats, Rows, WorkerTable, is_contiguous
-from tokenbus.router.workers.speed import TransferRate
+from tokenbus.router.workers.speed import StepTimesFit, TransferRate
 from tokenbus.router.workers.worker import MAX_STEP_AGE_MS, Booking, Worker, WorkerRow
 
 _ANY_WORKER = PlacementOptions()
@@ -57,8 +58,10 @@ class ModelWorkers:
         self._table = WorkerTable(limits.WORKER_SUSPECT_AFTER_S, MAX_STEP_AGE_MS)
         self._index = PrefixIndex()
         self._predictions = Predictions()
+        self._waits = PrefixWaits()
         self._exchange = FetchPlanner()
         self._transfer_rate = TransferRate()
+        self._step_times = StepTimesFit()
         self._prefill_s = np.zeros(0)
         """Seconds that each row takes to compute a prompt token; the fastest row's where unknown, 0 if all are
         unknown."""
@@ -122,7 +125,9 @@ class ModelWorkers:
             self._index.remove(worker.row, events.removed)
         for run in events.stored:
             self._index.store(worker.row, run.hashes)
-        worker.speed.observe_loads(worker.applied_load, events.load, now - worker.applied_at)
+        step = worker.speed.observe_loads(worker.applied_load, events.load, now - worker.applied_at)
+        if step is not None:
+            self._step_times.observe(step, self._table.slowdown(worker.row, of_prompts=step.prompt_tokens > 0))
         worker.applied_load, worker.applied_at = events.load, now
         if events.stored:
             worker.num_unreported = 0
@@ -157,7 +162,10 @@ class ModelWorkers:
         rows = self._preferred(allowed, now)
         levels = self._index.match(request.hashes)
         overlap = self._overlap_blocks(request.hashes, levels, now)
-        view = self._view(request, rows, overlap, now)
+        held_blocks = overlap[: len(rows)] if is_contiguous(rows) else overlap[rows]
+        most_held = int(held_blocks.max()) if request.hashes else 0
+        prefix = request.hashes[most_held - 1] if most_held else None
+        view = self._view(request, rows, held_blocks, 0.0 if prefix is None else self._waits.get(prefix), now)
         offer = None
         if levels and self._exchange.is_possible:
             mb_per_s = self._transfer_rate.mb_per_s
@@ -178,6 +186,8 @@ class ModelWorkers:
                 worker, policy.name, self._workers_at(rows), view, costs.tolist(), fetched, source, ejected
             )
         overlap_blocks = int(overlap[worker.row])
+        if prefix is not None:
+            self._count_wait(prefix, view, at, most_held - overlap_blocks)
         self.book(worker, request, now, overlap_blocks, source)
         return Placement(worker, policy.name, overlap_blocks, report, *source)
 
@@ -265,7 +275,8 @@ class ModelWorkers:
             prefill_s_per_token[worker.row] = worker.speed.prefill_s_per_token
             itl_s[worker.row] = worker.speed.itl_s
             first_s[worker.row] = worker.speed.first_prefill_s_per_token
-        self._table.update_slowdowns(prefill_s_per_token, itl_s)
+        self._step_times.update()
+        self._table.update_speeds(prefill_s_per_token, itl_s, self._step_times.times)
         known = first_s > 0
         if known.any():
             self._prefill_s = np.where(known, first_s, first_s[known].min())
@@ -331,17 +342,25 @@ class ModelWorkers:
                 overlap[row] = blocks
         return overlap
 
-    def _view(self, request: PlacementRequest, rows: Rows, overlap: Floats, now: float) -> View:
+    def _view(self, request: PlacementRequest, rows: Rows, held_blocks: Floats, waited_s: float, now: float) -> View:
         columns = self._table.columns_of(rows, now)
-        overlap_blocks = overlap[: len(rows)] if is_contiguous(rows) else overlap[rows]
         session = None
         if request.session and (worker := self._workers.get(self._sessions.get(request.session, now) or "")):
             session = (rows == worker.row).astype(np.float64)
-        overlap_tokens, distance = (
-            overlap_blocks * columns[_BLOCK_SIZE],
-            self._distances.in_tokens(rows, self._prefill_s),
-        )
-        return View(request.num_tokens, overlap_tokens, session, None, distance, *columns[_BLOCK_SIZE:])
+        held_tokens, distance_s = held_blocks * columns[_BLOCK_SIZE], self._distances.in_seconds(rows)
+        times = self._step_times.times
+        return View(request.num_tokens, times, held_tokens, waited_s, session, None, distance_s, *columns[_BLOCK_SIZE:])
+
+    def _count_wait(self, last_hash: int, view: View, at: int, copied_blocks: int) -> None:
+        """Counts what a request waits at the chosen candidate because idle ones don't hold its prefix, or the time that
+        another copy of the prefix takes there."""
+        if copied_blocks:
+            copy_s = copied_blocks * float(view.block_size[at]) * view.times.prompt_token_s
+            waited_s = max(0.0, view.waited_s - copy_s)
+        else:
+            waited_s = view.waited_s + float(view.wait_s[at] - view.wait_s.min())
+        if waited_s != view.waited_s:
+            self._waits.put(last_hash, waited_s)
 
     def _locate(self, worker: Worker) -> None:
         """Applies where a worker says that it runs: blocks are fetched only within a site."""

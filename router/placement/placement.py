@@ -109,6 +109,11 @@ class Placement(NamedTuple):
         return self.overlap_blocks * (self.worker.card.kv_block_size or 0)
 
     @property
+    def expected_cached_tokens(self) -> int:
+        """Tokens of the prompt that the chosen worker is expected not to compute."""
+        return (self.overlap_blocks + self.fetch_blocks) * (self.worker.card.kv_block_size or 0)
+
+    @property
     def fetch_tokens(self) -> int:
         """Tokens that it is expected to fetch from another worker's blocks."""
         return 0 if self.has_remote_prefill else self.fetch_blocks * (self.worker.card.kv_block_size or 0)
@@ -146,7 +151,7 @@ def explain(
         uncached_tokens = max(0.0, view.prompt_tokens - float(view.overlap_tokens[number]))
         candidate = messages.Candidate(
             worker_id=worker.card.worker_id,
-            cost=round(costs[number], 3),
+            cost=round(costs[number], 6),
             overlap_blocks=int(view.overlap_tokens[number] / block_size),
             prefill_blocks=math.ceil((float(view.prefill_tokens[number]) + uncached_tokens) / block_size),
             decode_blocks=int(view.used_blocks[number]),

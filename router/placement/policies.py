@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from tokenbus.router.placement.worker_table import Floats
+from tokenbus.router.workers.speed import StepTimes
 
 
 class Fetchable(NamedTuple):
@@ -23,15 +24,19 @@ class View(NamedTuple):
     """The candidates as a policy sees them: one entry per candidate in each array. A policy must not modify them."""
 
     prompt_tokens: int
+    times: StepTimes
+    """How long the steps of the model's fastest workers take."""
     overlap_tokens: Floats
     """Leading tokens of the prompt that are in its KV cache, or are predicted to be soon."""
+    waited_s: float
+    """Seconds that earlier requests have waited because only busy workers held what this prompt begins with, less the
+    time that further copies took."""
     session: Floats | None
     """1 for the worker that got the session's last request, else 0; None if there is no such worker."""
     fetchable: Fetchable | None
     """Tokens that the candidates could fetch from other workers; None if there are none."""
-    distance_tokens: Floats | None
-    """Prompt tokens that the fastest worker could compute in the time by which each counts as slower because it runs at
-    another site; None if all run at the router's own."""
+    distance_s: Floats | None
+    """Seconds by which each counts as slower because it runs at another site; None if all run at the router's own."""
     block_size: Floats
     """Tokens of a KV block; 0 if it has no blocks."""
     prefill_tokens: Floats
@@ -55,6 +60,8 @@ class View(NamedTuple):
     """The same for the tokens of streams."""
     utilization: Floats
     """Its recent work relative to the most it has ever done: 0 when idle, near 1 at its peak."""
+    wait_s: Floats
+    """Seconds until it would begin to compute the prompt."""
     last_chosen: Floats
     """Larger the more recently it was chosen; 0 if never."""
 
@@ -69,52 +76,61 @@ class Policy(Protocol):
         ...
 
 
-_MAX_REQUEST_SHARE = 0.2
-"""Another request counts for at most this share of the prompt; otherwise short prompts would never return to their
-prefix."""
+_STREAM_WEIGHT = 0.15
+"""A second that a stream waits for its next token counts as this much of a second without a first one: text usually
+comes faster than it is read."""
+_PAID_SHARE = 0.9
+"""A copy of a prefix is nearly free once requests have waited for as long as it takes, but a smaller one is better."""
+_UTILIZED_STEPS = 0.5
+"""The next request to a worker that is always busy comes in the middle of a step."""
 _MAX_UTILIZATION_SHARE = 0.25
-"""The same for full utilization, which a worker reaches with its first prompt, since that is the most it has done."""
+"""That counts at most this share of the time to compute the prompt, or a short conversation would leave the worker that
+has its beginning."""
 
 
 @dataclasses.dataclass
 class KvAware:
-    """The cost is the work that a request causes at a worker, in prompt tokens to be computed:
+    """The cost is the seconds that people wait if a worker gets the request, as the steps seen so far suggest:
 
-    - its own uncached tokens, and part of the prompt tokens queued before it: a short wait is better than computing and
-      keeping the same prefix twice;
-    - uncached tokens that it can fetch count for less, but still for most: they too are then kept twice, and evict
-      something else;
-    - a fixed number for each request there, since each slows every step;
-    - a larger number for each request that would have to wait, and for a full KV cache;
-    - the worker's utilization, which spreads requests that arrive one by one;
-    - the time that is lost on the way to another site.
+    - for its first token: prompts queued there, the rest of the step in progress, and the prompt itself;
+    - for the next tokens of the streams there, which its prompt holds up;
+    - for a place, if it would have to wait for one, or if the KV cache is full;
+    - for those who come next: half a step, by the worker's utilization. It spreads requests that arrive one by one;
+    - on the way to another site.
 
-    Slower workers cost more, and the worker of the session's last request a little less. docs/decisions/0026 explains
-    the default weights."""
+    Tokens that can be fetched count for less than those computed, but still for most: they are then kept twice, and
+    evict something else. Slower workers cost more, and the worker of the session's last request a little less.
+    docs/decisions/0026 explains the constants."""
 
     name: str = "kv"
-    queue_weight: float = 0.2
-    request_tokens: float = 200.0
     waiting_tokens: float = 1_024.0
-    utilization_tokens: float = 2_048.0
     session_tokens: float = 256.0
     copy_weight: float = 0.6
 
     def costs(self, view: View) -> Floats:
+        times = view.times
         to_compute = view.prompt_tokens - view.overlap_tokens
         if view.fetchable is not None:
             to_compute -= view.fetchable.tokens * (1.0 - np.maximum(view.fetchable.cost, self.copy_weight))
-        costs: Floats = self.queue_weight * view.prefill_tokens
-        costs += to_compute
+        is_full = to_compute > view.free_tokens
+        to_compute *= times.prompt_token_s
+        to_compute += times.prompt_step_s
+        costs: Floats = _STREAM_WEIGHT * view.requests
+        costs += 1.0
+        costs *= to_compute
+        if view.waited_s > 0.0:
+            to_copy = view.overlap_tokens.max() - view.overlap_tokens
+            costs -= _PAID_SHARE * np.minimum(times.prompt_token_s * to_copy, view.waited_s)
         costs *= view.prefill_slowdown
-        request_tokens = min(self.request_tokens, _MAX_REQUEST_SHARE * view.prompt_tokens)
-        costs += request_tokens * view.requests * view.decode_slowdown
-        costs += self.waiting_tokens * (view.waiting_requests + (to_compute > view.free_tokens))
-        costs += min(self.utilization_tokens, _MAX_UTILIZATION_SHARE * view.prompt_tokens) * view.utilization
+        costs += view.wait_s
+        costs += self.waiting_tokens * times.prompt_token_s * (view.waiting_requests + is_full)
+        half_step_s = _UTILIZED_STEPS * (times.prompt_step_s + times.decode_step_s)
+        prompt_s = times.prompt_step_s + times.prompt_token_s * view.prompt_tokens
+        costs += min(half_step_s, _MAX_UTILIZATION_SHARE * prompt_s) * view.utilization
         if view.session is not None:
-            costs -= self.session_tokens * view.session
-        if view.distance_tokens is not None:
-            costs += view.distance_tokens
+            costs -= self.session_tokens * times.prompt_token_s * view.session
+        if view.distance_s is not None:
+            costs += view.distance_s
         return costs
 
 

@@ -7,9 +7,6 @@ import numpy as np
 from tokenbus.protocol.wire import messages
 from tokenbus.router.placement.worker_table import Floats, Rows
 
-_UNKNOWN_TOKEN_S = 0.001
-"""The time to compute a prompt token before any has been observed."""
-
 
 class OwnSite(NamedTuple):
     """The site of the router that places: the place where it runs."""
@@ -40,11 +37,7 @@ class Distances:
             self._is_distant = np.append(self._is_distant, np.zeros(row + 1 - len(self._is_distant)))
         self._is_distant[row] = card is not None and self._own_site.is_other(card)
 
-    def in_tokens(self, rows: Rows, prefill_s: Floats) -> Floats | None:
-        """Returns how many prompt tokens the fastest worker could compute in the time by which each row counts as
-        slower; None if all are near. `prefill_s` is the time that each row takes for a token, 0 if unknown."""
+    def in_seconds(self, rows: Rows) -> Floats | None:
+        """Returns the seconds by which each row counts as slower; None if all are near."""
         distant: Floats = self._is_distant[rows]
-        if not distant.any():
-            return None
-        fastest_s = float(prefill_s.min(initial=_UNKNOWN_TOKEN_S, where=prefill_s > 0))
-        return distant * (self._own_site.cost_s / fastest_s)
+        return distant * self._own_site.cost_s if distant.any() else None

@@ -2,10 +2,11 @@
 
 Choosing among a thousand workers costs little more than among ten: a few numpy operations on whole columns.
 
-Most numbers come from a worker itself. Three are derived here. *Utilization* is a worker's recent work as a share of
+Most numbers come from a worker itself. Some are derived here. *Utilization* is a worker's recent work as a share of
 the most it has ever done: 0 when idle, near 1 at its usual peak. It spreads requests that arrive one by one, whose load
 is gone before the next arrives. *Slowdown* compares its speed with the fastest worker's, in powers of two, so that
-small differences don't decide. *Last chosen* orders the workers by when they got their last request."""
+small differences don't decide. *Wait* is the time until it would begin to compute another prompt. *Last chosen* orders
+the workers by when they got their last request."""
 
 import math
 from typing import NamedTuple
@@ -13,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tokenbus.protocol.wire import limits
+from tokenbus.router.workers.speed import StepTimes
 from tokenbus.router.workers.worker import WorkerRow
 
 Floats = np.ndarray[tuple[int], np.dtype[np.float64]]
@@ -31,6 +33,8 @@ _LATE_EVENT_S = 0.5
 _UTILIZATION_TTL_S = 0.05
 """The time for which a computed utilization is reused."""
 _MAX_SLOWDOWN_LOG2 = 4.0
+_DECODE_STEPS = 1.5
+"""A prompt waits for half a decode step that is in progress, and its own step also has the streams' tokens."""
 
 
 class _Eligible(NamedTuple):
@@ -66,6 +70,7 @@ class WorkerTable:
         """Each row's last values: to compare and to write few numbers in Python is quicker than in numpy."""
         no_rows = np.zeros(0, np.intp)
         self._eligible = _Eligible(no_rows, no_rows, -math.inf, 0.0)
+        self._times = StepTimes()
 
     def __repr__(self) -> str:
         return f"<WorkerTable of {self._values.shape[1]} rows>"
@@ -93,6 +98,8 @@ class WorkerTable:
                     self._values[at, row] = values[at]
         if values.requests and (known is None or not known.requests) and not self._peak[row]:
             self._utilization_at = -math.inf  # its first requests
+        if known is None or values.requests != known.requests or values.prefill_tokens != known.prefill_tokens:
+            self._values[_COLUMN["wait_s"], row] = self._wait_s(row, values)
 
     def matches(self, row: int, values: WorkerRow) -> bool:
         """Whether a worker's own numbers equal these."""
@@ -171,8 +178,9 @@ class WorkerTable:
         found: Floats = self._values[_COLUMN[name]]
         return found
 
-    def update_slowdowns(self, prefill_s_per_token: Floats, itl_s: Floats) -> None:
-        """Compares the speeds of all rows, given in seconds per prompt token and per stream token; 0 is unknown."""
+    def update_speeds(self, prefill_s_per_token: Floats, itl_s: Floats, times: StepTimes) -> None:
+        """Compares the speeds of all rows, given in seconds per prompt token and per stream token; 0 is unknown.
+        `times` are those of the fastest."""
         for name, seconds in (("prefill_slowdown", prefill_s_per_token), ("decode_slowdown", itl_s)):
             known = (seconds > 0).nonzero()[0]
             slowdown = self.column(name)
@@ -180,6 +188,26 @@ class WorkerTable:
             if len(known):
                 exponents = np.floor(np.log2(seconds[known] / seconds[known].min()))
                 slowdown[known] = 2.0 ** np.minimum(exponents, _MAX_SLOWDOWN_LOG2)
+        self._times = times
+        queued, wait_s = self.column("prefill_tokens"), self.column("wait_s")
+        wait_s[:] = times.prompt_token_s * queued + times.prompt_step_s * (queued > 0)
+        wait_s *= self.column("prefill_slowdown")
+        has_streams = self.column("requests") > 0
+        wait_s += _DECODE_STEPS * times.decode_step_s * self.column("decode_slowdown") * has_streams
+
+    def slowdown(self, row: int, *, of_prompts: bool) -> float:
+        """Returns how many times as long as the fastest worker one takes for prompts, or else for streams."""
+        name = "prefill_slowdown" if of_prompts else "decode_slowdown"
+        return float(self._values[_COLUMN[name], row])
+
+    def _wait_s(self, row: int, values: WorkerRow) -> float:
+        times, wait_s = self._times, 0.0
+        if values.prefill_tokens:
+            step_s = times.prompt_step_s + times.prompt_token_s * values.prefill_tokens
+            wait_s += step_s * self.slowdown(row, of_prompts=True)
+        if values.requests:
+            wait_s += _DECODE_STEPS * times.decode_step_s * self.slowdown(row, of_prompts=False)
+        return wait_s
 
     def _update_utilization(self, now: float) -> None:
         self._utilization_at = now

@@ -187,6 +187,7 @@ class Attempts:
             age_ms=(now - flight.received_at) * 1e3,
             resume_from=flight.completion.resume_from(elapsed_s * 1e3),
             routing=None if placement is None else placement.report,
+            expected_cached_tokens=0 if placement is None else placement.expected_cached_tokens,
             fetch_from=None if placement is None else _to_source(placement),
             routing_options=flight.request.routing,
             passes_on=True,

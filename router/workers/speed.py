@@ -5,6 +5,7 @@ slower ones hardly at all. A busy worker must not be mistaken for a slow one. Ho
 learned from their reported fetches, by a mean."""
 
 import math
+from typing import NamedTuple
 
 from tokenbus.protocol.wire import internal, messages
 
@@ -18,6 +19,12 @@ _WEIGHT_OF_FASTER = 0.1
 _WEIGHT_OF_SLOWER = 0.001
 _MIN_SAMPLES = 10
 """Samples needed before there is an estimate."""
+_STEP_WEIGHT = 0.01
+"""The newest step's weight among a model's: at least a hundred count."""
+_MAX_STEP_RATIO = 4.0
+"""A step counts as at most this many times what is expected."""
+_MIN_SPREAD = 0.01
+"""The variance of the steps' tokens, as a share of their mean square, from which a line can be fitted."""
 _WINDOW_S = 0.2
 """The work that one sample spans. Single events would not do: occasionally one is late and two arrive at once."""
 
@@ -71,6 +78,72 @@ class _Window:
         return self.best.value or (self._weighted_s / self._tokens if self._tokens else 0.0)
 
 
+class StepTimes(NamedTuple):
+    """How long the steps of a model's fastest workers take, in seconds."""
+
+    prompt_step_s: float = 0.02
+    """A step with prompts, however short they are. This and the others hold until any step has been observed."""
+    prompt_token_s: float = 0.0001
+    """Each prompt token in it."""
+    decode_step_s: float = 0.02
+    """A step without prompts: the time from one token of a stream to the next."""
+
+
+class StepSample(NamedTuple):
+    """A step as seen in a worker's events; without prompt tokens if it was one of streams alone."""
+
+    seconds: float
+    prompt_tokens: int = 0
+
+
+class StepTimesFit:
+    """Learns `StepTimes` by fitting a line to recent steps with prompts, whichever of the model's workers took them.
+
+    A step with twice the tokens does not take twice as long, so a time per token alone says little about a prompt of
+    another length. Old steps count less and less, and a step that took many times as long as expected counts as one
+    that took a few times as long, because something else may have held it up."""
+
+    def __init__(self) -> None:
+        self._count = self._x = self._y = self._xx = self._xy = 0.0
+        """Sums over the steps, with x for prompt tokens and y for seconds."""
+        self._decode = _Mean()
+        self.times = StepTimes()
+
+    def __repr__(self) -> str:
+        return f"<StepTimesFit {self.times}>"
+
+    def observe(self, sample: StepSample, slowdown: float) -> None:
+        """Learns from a step of a worker that takes `slowdown` times as long as the fastest."""
+        seconds, tokens = sample.seconds / slowdown, sample.prompt_tokens
+        if not tokens:
+            self._decode.add(seconds, _STEP_WEIGHT)
+            return
+        if self._count >= _MIN_SAMPLES:
+            seconds = min(seconds, _MAX_STEP_RATIO * (self.times.prompt_step_s + self.times.prompt_token_s * tokens))
+        keep = 1.0 - _STEP_WEIGHT
+        self._count = keep * self._count + 1.0
+        self._x = keep * self._x + tokens
+        self._y = keep * self._y + seconds
+        self._xx = keep * self._xx + tokens * tokens
+        self._xy = keep * self._xy + tokens * seconds
+
+    def update(self) -> None:
+        """Computes `times` from what was observed."""
+        times = self.times
+        if self._count:
+            mean, spread = self._x / self._count, self._xx - self._x * self._x / self._count
+            slope = (self._xy - self._x * self._y / self._count) / spread if spread > 0.0 else 0.0
+            step_s = self._y / self._count - slope * mean
+            if spread < _MIN_SPREAD * self._xx or slope <= 0.0 or step_s <= 0.0:  # all alike, or noise: no fixed part
+                slope, step_s = self._y / self._x, 0.0
+            times = times._replace(prompt_step_s=step_s, prompt_token_s=slope)
+        if self._decode.count:
+            times = times._replace(decode_step_s=self._decode.value)
+        elif self._count:
+            times = times._replace(decode_step_s=times.prompt_step_s)
+        self.times = times
+
+
 class Speed:
     """A worker's time per prompt token and its inter-token latency."""
 
@@ -98,8 +171,9 @@ class Speed:
         """Seconds from one token of a stream to the next; 0 while unknown."""
         return self._itl.best.known
 
-    def observe_loads(self, before: messages.Load, after: messages.Load, seconds: float) -> None:
-        """Learns from the loads of two consecutive events, `seconds` apart.
+    def observe_loads(self, before: messages.Load, after: messages.Load, seconds: float) -> StepSample | None:
+        """Learns from the loads of two consecutive events, `seconds` apart, and returns the step that lies between
+        them, if there is just one.
 
         They are informative only if the worker was busy all the time in between: with prompts still queued at the first
         event, or with streams alone. Events in the middle of a step, such as heartbeats, show no tokens yet: their time
@@ -108,13 +182,16 @@ class Speed:
         generated = after.generated_tokens - before.generated_tokens
         if before.queued_prefill_tokens and not computed:
             self._step_s += seconds
-            return
+            return None
         seconds, self._step_s = seconds + self._step_s, 0.0
         if before.queued_prefill_tokens > after.queued_prefill_tokens and computed > 0:
             self._prefill.add(seconds, 1.0, computed)
-        elif not before.queued_prefill_tokens and not after.queued_prefill_tokens and generated > 0 and before.running:
+            return StepSample(seconds, computed)
+        if not before.queued_prefill_tokens and not after.queued_prefill_tokens and generated > 0 and before.running:
             # each running stream got its share of the tokens: time per token, times streams
             self._itl.add(seconds, before.running, generated)
+            return StepSample(seconds * before.running / generated)
+        return None
 
 
 class TransferRate:

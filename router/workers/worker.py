@@ -126,6 +126,8 @@ class WorkerRow(NamedTuple):
     utilization: float = 0.0
     """Its recent work relative to the most it has ever done: 0 when idle, near 1 at its peak. While it has only its
     first requests, the median of the others'."""
+    wait_s: float = 0.0
+    """Seconds until it would begin to compute another prompt."""
     last_chosen: int = 0
     """Larger the more recently it was chosen; 0 if never."""
 

@@ -134,6 +134,9 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The grammar of the output; None: any text."""
     reasoning_limit: ReasoningLimit | None = None
     """None: reasoning is unlimited. Where a constraint leaves no choice, the limit gives way."""
+    expected_cached_tokens: int = 0
+    """Tokens of its prompt that need not be computed, as far as its router knows; until it starts, only the others
+    count as load."""
     is_held: bool = False
     """Whether it is computed only after `release`. An engine that takes over a dead engine's requests holds none
     back."""

@@ -217,9 +217,9 @@ class EngineClient:
     def load(self) -> messages.Load:
         if not self._sequences:
             return self._load
-        # the engine's own counts are as old as its last report
+        # the engine's own counts are as old as its last report, and are about what it has started
         waiting = max(0, len(self._sequences) - self._load.running)
-        queued = self._load.queued_prefill_tokens + self._sequences.held_tokens
+        queued = self._load.queued_prefill_tokens + self._sequences.queued_tokens
         age_ms = self._watchdog.age_s(time.monotonic()) * 1e3 if self._sequences.num_computing else 0.0
         return codec.replace(self._load, waiting=waiting, queued_prefill_tokens=queued, step_age_ms=age_ms)
 

@@ -53,6 +53,8 @@ class OpenSequences:
         self._on_progress = on_progress
         self._generations: dict[int, Generation] = {}
         self._key_to_number: dict[str, int] = {}
+        self._queued_tokens: dict[int, int] = {}
+        """Prompt tokens that this engine is expected to compute, of open sequences that it has not started."""
         self._held: dict[int, bytes] = {}
         """Open sequences not yet given to the engine, with the command that does so."""
         self._compiling: dict[int, bool] = {}
@@ -86,12 +88,9 @@ class OpenSequences:
         return num_given - sum(not is_at_it for is_at_it in self._compiling.values()) if self._compiling else num_given
 
     @property
-    def held_tokens(self) -> int:
-        """Tokens of held-back prompts, except those that another worker computes."""
-        if not self._held:  # nearly always
-            return 0
-        held = [self._generations[number] for number in self._held]
-        return sum(len(one.request.token_ids) + len(one.sampled) for one in held if not one.request.has_remote_prefill)
+    def queued_tokens(self) -> int:
+        """Prompt tokens that the engine is expected to compute, of sequences that it has not started."""
+        return sum(self._queued_tokens.values())
 
     @property
     def held_adapters(self) -> set[str]:
@@ -107,6 +106,7 @@ class OpenSequences:
             self._compiling[number] = False
         self._generations[number] = generation
         self._key_to_number[generation.request.key] = number
+        self._queued_tokens[number] = _num_to_compute(generation)
 
     def abort(self, key: str) -> Generation | None:
         """Makes the engine end a sequence whose stream is open; returns its generation, which is no longer open."""
@@ -128,6 +128,7 @@ class OpenSequences:
     def start(self, numbers: list[int], now: float) -> None:
         """Notes which sequences got a lane."""
         for number in numbers:
+            self._queued_tokens.pop(number, None)
             if generation := self._generations.get(number):
                 self._started.add(number)
                 if generation.started_at is None:
@@ -226,6 +227,7 @@ class OpenSequences:
         generations = list(self._generations.values())
         self._generations.clear()
         self._key_to_number.clear()
+        self._queued_tokens.clear()
         self._started.clear()
         self._held.clear()
         self._compiling.clear()
@@ -242,4 +244,12 @@ class OpenSequences:
 
     def _remove(self, number: int) -> None:
         del self._key_to_number[self._generations.pop(number).request.key]
+        self._queued_tokens.pop(number, None)
         self._started.discard(number)
+
+
+def _num_to_compute(generation: Generation) -> int:
+    request = generation.request
+    if request.has_remote_prefill:
+        return 0
+    return max(0, len(request.token_ids) + len(generation.sampled) - request.expected_cached_tokens)

@@ -186,6 +186,7 @@ def to_engine_request(
         cache_ttl_s=None if control is None else control.ttl_ms / 1e3,
         is_warm_up=run.params.max_tokens == 0,
         priority=run.params.priority or 0,
+        expected_cached_tokens=run.expected_cached_tokens,
         adapters=adapters,
         # a continued completion reports no prompt progress
         return_progress=bool(run.params.return_progress) and run.params.is_streamed and run.resume_from is None,

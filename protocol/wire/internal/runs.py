@@ -97,6 +97,9 @@ class Run(public.Message, frozen=True, kw_only=True, omit_defaults=True):
     """Time since the router received the request; a cancel that arrived earlier was not meant for it."""
     resume_from: RunResume | None = None
     """The completion so far, if the run continues a stream."""
+    expected_cached_tokens: Annotated[int, COUNT] = 0
+    """Tokens of the prompt that the router expects the worker to hold, or to get from another worker. Until the worker
+    knows better, its load counts only the others as queued."""
     fetch_from: FetchSource | None = None
     """Where blocks of the prompt can be fetched instead of computed; a failed fetch does not end the run."""
     routing: public.RoutingReport | None = None

@@ -263,7 +263,7 @@ def test_blocks_are_fetched_only_within_a_site() -> None:
 def view_of(overlap: list[int]) -> View:
     columns = dict.fromkeys(View._fields, np.zeros(len(overlap)))
     columns |= {"block_size": np.full(len(overlap), float(BLOCK)), "overlap_tokens": BLOCK * np.array(overlap, float)}
-    return View(**(columns | {"prompt_tokens": 10_000, "session": None, "fetchable": None, "distance_tokens": None}))  # type: ignore[arg-type]
+    return View(**(columns | {"prompt_tokens": 10_000, "session": None, "fetchable": None, "distance_s": None}))  # type: ignore[arg-type]
 
 
 WORKERS = st.lists(

@@ -26,6 +26,7 @@ from tokenbus.router.placement.policies import (
 )
 from tokenbus.router.placement.sites import OwnSite
 from tokenbus.router.placement.worker_table import Floats
+from tokenbus.router.workers.speed import StepTimes
 
 ANYONE = PlacementOptions()
 
@@ -342,18 +343,17 @@ def test_a_report_lists_every_candidate_with_its_overlap_load_and_cost() -> None
     fleet = fleet_with_blocks(4, 0)
     load = messages.Load(running=1, used_blocks=7, queued_prefill_tokens=32)
     fleet.apply_events("demo", events("w1", seq=1, load=load), 0.0)
-    policy = KvAware(queue_weight=0.5, request_tokens=10.0)
-    placement = place(fleet, policy, random.Random(1), PROMPT, options=PlacementOptions(explain=True))
+    placement = place(fleet, KvAware(), random.Random(1), PROMPT, options=PlacementOptions(explain=True))
     assert isinstance(placement, Placement)
     assert placement.report == messages.RoutingReport(
         chosen="w0",
         policy="kv",
         candidates=[
             messages.Candidate(
-                worker_id="w0", cost=97.0, overlap_blocks=4, prefill_blocks=7, decode_blocks=0, state="ready"
+                worker_id="w0", cost=0.0297, overlap_blocks=4, prefill_blocks=7, decode_blocks=0, state="ready"
             ),
             messages.Candidate(
-                worker_id="w1", cost=187.0, overlap_blocks=0, prefill_blocks=13, decode_blocks=7, state="ready"
+                worker_id="w1", cost=0.094715, overlap_blocks=0, prefill_blocks=13, decode_blocks=7, state="ready"
             ),
         ],
     )
@@ -362,7 +362,8 @@ def test_a_report_lists_every_candidate_with_its_overlap_load_and_cost() -> None
 @pytest.mark.parametrize("policy", make_policies().values(), ids=lambda policy: policy.name)
 def test_a_policy_has_a_finite_cost_for_every_candidate(policy: Policy) -> None:
     zeros = np.zeros(3)
-    view = View(17, *([zeros] * (len(View._fields) - 1)))._replace(fetchable=None, distance_tokens=None)
+    view = View(17, StepTimes(), *([zeros] * (len(View._fields) - 2)))
+    view = view._replace(waited_s=0.1, session=None, fetchable=None, distance_s=None)
     costs = policy.costs(view)
     assert costs.shape == (3,)
     assert np.isfinite(costs).all()
@@ -453,11 +454,10 @@ def test_a_router_prefers_workers_of_its_own_site(own: str, sites: tuple[str, ..
 
 def test_a_worker_of_another_site_is_chosen_once_those_here_would_take_longer_than_the_way_there() -> None:
     fleet = sited("here", "there")
-    for queued, expected in ((1_240, "w0"), (1_260, "w1")):  # a fifth of them counts, and a token takes 1 ms
+    for queued, expected in ((1_900, "w0"), (2_000, "w1")):  # a token takes 0.1 ms, and steps 20 ms
         load = messages.Load(running=1, queued_prefill_tokens=queued)
         fleet.apply_events("demo", events("w0", queued, load=load), 0.0)
-        policy = KvAware(request_tokens=0.0)
-        placement = place(fleet, policy, random.Random(1), options=PlacementOptions(explain=True))
+        placement = place(fleet, KvAware(), random.Random(1), options=PlacementOptions(explain=True))
         assert isinstance(placement, Placement)
         assert placement.worker.card.worker_id == expected
         assert placement.report is not None

@@ -8,7 +8,7 @@ from tests.router.builders import card
 from tokenbus.protocol.wire import messages
 from tokenbus.router.fleet.stats import DecisionStats
 from tokenbus.router.placement.placement import Placement
-from tokenbus.router.workers.speed import Speed
+from tokenbus.router.workers.speed import Speed, StepSample, StepTimes, StepTimesFit
 from tokenbus.router.workers.worker import Worker
 
 
@@ -117,3 +117,48 @@ def test_decisions_are_counted_with_their_rate_hit_rate_and_duration() -> None:
         stats.record_decision_time(number * 1e-6)
     found = report(159.0)
     assert (found.decision_p50_us, found.decision_p99_us) == (50.0, 99.0)
+
+
+def fitted(*steps: StepSample, slowdown: float = 1.0) -> StepTimes:
+    fit = StepTimesFit()
+    for step in steps:
+        fit.observe(step, slowdown)
+        fit.update()
+    return fit.times
+
+
+def test_the_fixed_time_of_a_step_is_told_from_that_of_its_tokens() -> None:
+    times = fitted(*[StepSample(0.02 + 0.0001 * tokens, tokens) for tokens in (10, 500, 2_000) * 5])
+    assert times.prompt_step_s == pytest.approx(0.02)
+    assert times.prompt_token_s == pytest.approx(0.0001)
+
+
+@pytest.mark.parametrize("tokens", [(64,), (64, 64, 64), (64, 65, 63)])
+def test_steps_that_are_all_alike_count_by_the_token(tokens: tuple[int, ...]) -> None:
+    times = fitted(*[StepSample(0.001 * one, one) for one in tokens])
+    assert (times.prompt_step_s, times.prompt_token_s) == (0.0, pytest.approx(0.001))
+
+
+def test_a_longer_prompt_never_counts_as_faster() -> None:
+    times = fitted(*[StepSample(0.1, 10), StepSample(0.01, 1_000)] * 5)
+    assert times.prompt_token_s > 0.0
+    assert times.prompt_step_s >= 0.0
+
+
+def test_a_step_that_was_held_up_counts_for_a_few_times_its_time() -> None:
+    steps = [StepSample(0.02 + 0.0001 * tokens, tokens) for tokens in (10, 500, 2_000) * 5]
+    times = fitted(*steps, StepSample(60.0, 500))
+    assert times.prompt_step_s + 500 * times.prompt_token_s < 0.09
+
+
+def test_the_steps_of_a_slower_worker_count_as_if_the_fastest_had_taken_them() -> None:
+    steps = [StepSample(0.04 + 0.0002 * tokens, tokens) for tokens in (10, 500, 2_000)]
+    times = fitted(*steps, StepSample(0.06), slowdown=2.0)
+    assert times == pytest.approx(StepTimes(0.02, 0.0001, 0.03))
+
+
+def test_a_step_between_two_events_is_told_with_its_tokens() -> None:
+    speed = Speed()
+    assert speed.observe_loads(*prompts(1_000), 0.1) == StepSample(0.1, 1_000)
+    assert speed.observe_loads(*streams(4, 8), 0.1) == StepSample(0.05)
+    assert speed.observe_loads(messages.Load(), messages.Load(), 0.1) is None

@@ -24,10 +24,21 @@ class Table:
         for name in names:
             self.open(name)
 
-    def open(self, name: str, held: bytes | None = None, *, has_remote_prefill: bool = False) -> Generation:
-        sampling = engine_request.Sampling(max_tokens=9)
+    def open(
+        self,
+        name: str,
+        held: bytes | None = None,
+        *,
+        has_remote_prefill: bool = False,
+        expected_cached_tokens: int = 0,
+    ) -> Generation:
         request = engine_request.EngineRequest(
-            key=name, token_ids=[1], sampling=sampling, stop=("STOP",), has_remote_prefill=has_remote_prefill
+            key=name,
+            token_ids=[1],
+            sampling=engine_request.Sampling(max_tokens=9),
+            stop=("STOP",),
+            has_remote_prefill=has_remote_prefill,
+            expected_cached_tokens=expected_cached_tokens,
         )
         generation = Generation(request, self.outputs.append, TOKEN_BYTES, accepted_at=0.0)
         self.sequences.add(self.sequences.next_number(), generation, held)
@@ -55,22 +66,31 @@ def test_a_stream_that_ends_first_is_aborted_and_counts_until_the_engine_reports
     assert len(table.outputs) == 1
 
 
-def test_the_tokens_of_a_prompt_count_as_load_while_it_is_held_back() -> None:
+def test_a_prompt_counts_as_load_until_the_engine_has_started_it_held_back_or_not() -> None:
     table = Table("one")
-    assert table.sequences.held_tokens == 0
+    assert table.sequences.queued_tokens == 1
     table.open("held", held=b"add")
-    assert table.sequences.held_tokens == 1
+    assert table.sequences.queued_tokens == 2
     assert table.sequences.release_held("held") == b"add"
-    assert table.sequences.held_tokens == 0
+    assert table.sequences.queued_tokens == 2
+    table.sequences.start([1, 2], 0.0)
+    assert table.sequences.queued_tokens == 0
     table.open("cancelled", held=b"add")
     table.sequences.abort("cancelled")
-    assert table.sequences.held_tokens == 0
+    assert table.sequences.queued_tokens == 0
 
 
 def test_a_prompt_that_another_worker_computes_is_no_load_here() -> None:
     table = Table()
     table.open("held", held=b"add", has_remote_prefill=True)
-    assert (len(table.sequences), table.sequences.held_tokens) == (1, 0)
+    assert (len(table.sequences), table.sequences.queued_tokens) == (1, 0)
+
+
+@pytest.mark.parametrize(("expected_cached_tokens", "queued"), [(0, 1), (1, 0), (1_000, 0)])
+def test_tokens_that_a_router_expects_to_be_cached_are_no_load(expected_cached_tokens: int, queued: int) -> None:
+    table = Table()
+    table.open("one", expected_cached_tokens=expected_cached_tokens)
+    assert table.sequences.queued_tokens == queued
 
 
 def test_intervals_between_tokens_are_counted_together_for_those_that_step_together() -> None:

@@ -211,14 +211,13 @@ class Scheduler:
         return None
 
     def load(self) -> messages.Load:
-        """Returns its load, as reported to routers."""
+        """Returns its load, as reported to routers, except that prompts it has not started are not queued: how much of
+        them is cached is not known here yet."""
         cache, counters, running, waiting = self._cache, self._counters, self._running, self._waiting
-        # A preempted sequence gets most of its tokens back from the cache.
-        waiting_tokens = sum(one.num_uncomputed for one in waiting if not one.preemptions)
         load = messages.Load(
             running=len(running),
             waiting=len(waiting),
-            queued_prefill_tokens=waiting_tokens + sum(one.num_uncomputed for one in running if not one.is_decoding),
+            queued_prefill_tokens=sum(one.num_uncomputed for one in running if not one.is_decoding),
             used_blocks=cache.used_blocks,
             cached_blocks=cache.evictable_blocks,
             free_blocks=cache.free_blocks,

@@ -280,7 +280,7 @@ def test_there_must_be_a_result_for_each_entry_that_samples() -> None:
         one.update(one.schedule(4), [SampledToken(PLAIN)])
 
 
-def test_the_load_counts_prompt_tokens_that_are_not_computed_yet_and_no_decodes() -> None:
+def test_the_load_counts_tokens_of_started_prompts_that_are_not_computed_yet_and_no_decodes() -> None:
     loaded = scheduler(total_blocks=20, block_size=4, max_num_seqs=2)
     loaded.add(sequence(1, 3, max_tokens=5))
     step(loaded)
@@ -290,7 +290,7 @@ def test_the_load_counts_prompt_tokens_that_are_not_computed_yet_and_no_decodes(
     assert load_now(loaded) == messages.Load(
         running=2,
         waiting=1,
-        queued_prefill_tokens=6 + 7,
+        queued_prefill_tokens=6,
         used_blocks=2,
         free_blocks=18,
         expected_blocks=2 + 3 + 3,
