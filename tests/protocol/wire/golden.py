@@ -506,6 +506,7 @@ INTERNAL: list[tuple[str, messages.Message]] = [
                 prefill_ms=2.5,
                 elapsed_ms=99.0,
             ),
+            expected_cached_tokens=2,
             fetch_from=internal.FetchSource(worker_id="w2", epoch="1760000000001-abcdef", leg_ms=812.5),
             routing=ROUTING,
             routing_options=messages.RoutingOptions(policy="kv"),
