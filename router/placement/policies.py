@@ -25,7 +25,7 @@ class View(NamedTuple):
 
     prompt_tokens: int
     times: StepTimes
-    """How long the steps of the model's fastest workers take."""
+    """The times of steps of the model's fastest workers."""
     overlap_tokens: Floats
     """Leading tokens of the prompt that are in its KV cache, or are predicted to be soon."""
     waited_s: float

@@ -79,7 +79,7 @@ class _Window:
 
 
 class StepTimes(NamedTuple):
-    """How long the steps of a model's fastest workers take, in seconds."""
+    """The times of steps of a model's fastest workers, in seconds."""
 
     prompt_step_s: float = 0.02
     """A step with prompts, however short they are. This and the others hold until any step has been observed."""
