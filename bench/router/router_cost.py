@@ -3,70 +3,35 @@
 Run: .venv/bin/python -m bench.router.router_cost [--requests 1000] [--at-once 16] [--rounds 7]
 
 The demo model serves behind a real router and broker. Prompts have 1,000 tokens, all cached, and one token is
-generated; each round sends token ids, then the same prompt as text. The router's CPU time is that of its process, less
-what it spends idle; that of a text is compared with `tokenizers` encoding the same text in this process. The latency is
-measured to the first message, and compared with a bare exchange of the same bytes over three hops (client, forwarder,
-responder, client)."""
+generated; each round sends token ids, the same prompt as text, and the ids in packed form. The router's CPU time is
+that of its process, less what it spends idle; that of a text is compared with `tokenizers` encoding the same text in
+this process. The latency is measured to the first message, and compared with a bare exchange of the same bytes over
+three hops (client, forwarder, responder, client)."""
 
 import argparse
 import asyncio
+import base64
 import itertools
 import json
 import statistics
-import sys
 import time
 from collections.abc import Awaitable, Callable
 
-import nats
 from nats.aio.client import Client as Nats
-from nats.aio.msg import Msg
 from tokenizers import Tokenizer
 
 from bench import flags, system
+from bench.bare_hops import FIRST_HOP, Wire, bare_hops
 from bench.paired import quartiles
 from bench.system import cpu_seconds
 from tokenbus.demo import MODEL_PATH
 from tokenbus.protocol.prompt import tokenizer_bundle
-from tokenbus.protocol.wire import codec, internal, subjects
+from tokenbus.protocol.wire import block_hash, codec, internal, subjects
 
 _TOKENS = 1_000
 _WORKER = "bench"
 _STORY = "Once upon a time there was a fox who lived by the river . 12 + 30 = 42 ."
 _parts = codec.Decoder(internal.TokenizerPart)
-_HOPS = """
-import asyncio, sys, nats
-async def main(url):
-    connection = await nats.connect(url)
-    async def forward(message): await connection.publish("second", message.data, reply=message.reply)
-    async def respond(message): await connection.publish(message.reply, message.data[:200])
-    await connection.subscribe(sys.argv[2], cb={"first": forward, "second": respond}[sys.argv[2]])
-    await asyncio.Event().wait()
-asyncio.run(main(sys.argv[1]))
-"""
-
-
-class Wire:
-    """A bare client that times the first message of each answer and waits for its end."""
-
-    def __init__(self, connection: Nats) -> None:
-        self._nats = connection
-
-    async def first_s(self, subject: str, payload: bytes) -> float:
-        """Returns, after the last message has arrived, the seconds to the first."""
-        inbox, times, done = self._nats.new_inbox(), list[float](), asyncio.Event()
-
-        async def take(message: Msg) -> None:
-            times.append(time.perf_counter())
-            if b'"finish_reason":null' not in message.data:
-                done.set()
-
-        subscription = await self._nats.subscribe(inbox, cb=take)
-        began = time.perf_counter()
-        await self._nats.publish(subject, payload, reply=inbox)
-        async with asyncio.timeout(10):
-            await done.wait()
-        await subscription.unsubscribe()
-        return times[0] - began
 
 
 async def _cpu_us(ask: Callable[[], Awaitable[float]], count: int, at_once: int, pid: int, idle: float) -> float:
@@ -88,38 +53,31 @@ async def _first_ms(ask: Callable[[], Awaitable[float]], count: int) -> float:
 
 
 async def measure(options: argparse.Namespace) -> None:
-    async with system.started(MODEL_PATH, ("--threads", "1", "--worker-id", _WORKER)) as running:
-        hops = [
-            await asyncio.create_subprocess_exec(sys.executable, "-c", _HOPS, running.nats_url, name)
-            for name in ("first", "second")
-        ]
-        connection = await nats.connect(running.nats_url)
-        try:
-            await _compare(options, Wire(connection), await _tokenizer(connection), running.router_pid)
-        finally:
-            await connection.close()
-            for hop in hops:
-                hop.kill()
+    worker = ("--threads", "1", "--worker-id", _WORKER)
+    async with system.started(MODEL_PATH, worker) as running, bare_hops(running.nats_url) as wire:
+        await _compare(options, wire, await _tokenizer(wire.nats), running.router_pid)
 
 
 async def _compare(options: argparse.Namespace, wire: Wire, tokenizer: Tokenizer, pid: int) -> None:
     text, token_ids = _prompt(tokenizer)
     subject = subjects.Subjects().generate("m")
     same = {"max_tokens": 1, "temperature": 0}
-    ids, texts = (json.dumps(one | same).encode() for one in ({"token_ids": token_ids}, {"prompt": text}))
-    for payload in (ids, texts):
+    packed_ids = base64.b64encode(block_hash.pack_token_ids(token_ids)).decode()
+    prompts = ({"token_ids": token_ids}, {"prompt": text}, {"token_ids": packed_ids})
+    ids, texts, packed = (json.dumps(one | same).encode() for one in prompts)
+    for payload in (ids, texts, packed):
         await wire.first_s(subject, payload)
     before = cpu_seconds(pid)
     await asyncio.sleep(5)
     idle = (cpu_seconds(pid) - before) / 5
     rows: list[tuple[float, ...]] = []
     for _ in range(options.rounds):
-        asks = (lambda: wire.first_s(subject, ids)), (lambda: wire.first_s(subject, texts))
+        asks = [lambda one=one: wire.first_s(subject, one) for one in (ids, texts, packed)]
         cpu = [await _cpu_us(ask, options.requests, options.at_once, pid, idle) for ask in asks]
         alone = await _cpu_us(asks[0], options.requests // 4, 1, pid, idle)
-        bare = await _first_ms(lambda: wire.first_s("first", ids), options.requests // 4)
-        first = [await _first_ms(ask, options.requests // 4) for ask in asks]
-        rows.append((cpu[0], alone, cpu[1], _encode_us(tokenizer, text), bare, *first))
+        bare = await _first_ms(lambda: wire.first_s(FIRST_HOP, ids), options.requests // 4)
+        first = [await _first_ms(ask, options.requests // 4) for ask in asks[:2]]
+        rows.append((cpu[0], cpu[2], alone, cpu[1], _encode_us(tokenizer, text), bare, *first))
     _show(rows, idle)
 
 
@@ -152,14 +110,15 @@ def _encode_us(tokenizer: Tokenizer, text: str, count: int = 200) -> float:
 
 
 def _show(rows: list[tuple[float, ...]], idle: float) -> None:
-    ids, alone, text, encode, bare, ids_ms, text_ms = zip(*rows, strict=True)
+    ids, packed, alone, text, encode, bare, ids_ms, text_ms = zip(*rows, strict=True)
     beyond = [one - other for one, other in zip(text, encode, strict=True)]
     added = [one - other for one, other in zip(ids_ms, bare, strict=True)]
     added_text = [one - other - spent / 1e3 for one, other, spent in zip(text_ms, bare, encode, strict=True)]
     print(f"idle router: {idle * 100:.1f} % of a core")
     for name, values, unit in (
         ("CPU of a request of token ids", ids, "µs"),
-        ("the same, one at a time", alone, "µs"),
+        ("the same, packed", packed, "µs"),
+        ("a list, one at a time", alone, "µs"),
         ("CPU of one of text", text, "µs"),
         ("tokenizers' encode alone", encode, "µs"),
         ("CPU of text beyond that", beyond, "µs"),

@@ -2,14 +2,18 @@
 
 Run: .venv/bin/python -m bench.serving.first_chunk [--pairs 101]
 
-It sends prompts of 16 tokens to the demo model, one at a time, in interleaved pairs: directly to an engine through an
-`EngineClient` in this process, and through a whole system on this machine."""
+It sends prompts of 16 tokens to the demo model, one at a time, in turn: directly to an engine through an
+`EngineClient` in this process, and through a whole system on this machine. The rest is what the system adds to its
+engine and a bare exchange of the same bytes over three hops (client, forwarder, responder, client), which also takes
+its turn."""
 
 import asyncio
+import json
 import time
 
 from bench import flags, streams, system
-from bench.paired import show_difference
+from bench.bare_hops import FIRST_HOP, bare_hops
+from bench.paired import show_column, show_difference
 from tokenbus.client.wire.wire_client import WireClient
 from tokenbus.demo import MODEL_PATH
 from tokenbus.worker.contract import engine_output, engine_request
@@ -51,14 +55,20 @@ async def measure(pairs: int) -> None:
     await engine.start("bench")
     settings = ("--threads", "1", "--context-length", "512", "--kv-tokens", "4096")
     try:
-        async with system.running(MODEL_PATH, *settings) as client:
-            seen = [
-                (await from_the_engine(engine, number), await through_the_system(client)) for number in range(pairs + 5)
-            ][5:]
+        async with system.started(MODEL_PATH, settings) as running, bare_hops(running.nats_url) as wire:
+            request = json.dumps({"token_ids": _PROMPT, "max_tokens": 2, "temperature": 0}).encode()
+            seen, hops_ms = [], []
+            for number in range(pairs + 5):
+                seen.append((await from_the_engine(engine, number), await through_the_system(running.client)))
+                hops_ms.append(1e3 * await wire.first_s(FIRST_HOP, request))
     finally:
         await engine.cleanup()
+    seen, hops_ms = seen[5:], hops_ms[5:]
     print(f"demo model, {len(_PROMPT)}-token prompt, {pairs} interleaved pairs, time to the first token")
     show_difference(("bare engine", "whole system"), "ms", seen)
+    show_column("bare three hops", "ms", hops_ms)
+    rest = [whole - engine - hops for (engine, whole), hops in zip(seen, hops_ms, strict=True)]
+    show_column("rest", "ms", rest)
 
 
 def main() -> None:
