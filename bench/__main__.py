@@ -31,6 +31,7 @@ GROUPS = (
             "disaggregation": "bench.serving.disaggregation",
             "gateway_overhead": "bench.gateway.overhead",
             "choice": "bench.router.choice",
+            "fleet": "bench.router.fleet",
             "router_cost": "bench.router.router_cost",
             "onnx_1": "bench.serving.decode --against onnxruntime --prompt 64 --tokens 64 --pairs 9 --starts 3",
             "onnx_8": (

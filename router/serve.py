@@ -21,6 +21,7 @@ from tokenbus.protocol.process import signals
 from tokenbus.protocol.telemetry import metrics, status, tracing
 from tokenbus.protocol.wire import subjects
 from tokenbus.router.fleet.fleet import Fleet
+from tokenbus.router.fleet.model_part import ModelPart
 from tokenbus.router.placement.policies import make_policies
 from tokenbus.router.placement.sites import OwnSite
 from tokenbus.router.requests.attempts import Attempts
@@ -35,6 +36,7 @@ from tokenbus.router.requests.flights.worker_client import AnyWorker, WorkerClie
 from tokenbus.router.requests.guardianship import Guardianship
 from tokenbus.router.requests.intake import Intake
 from tokenbus.router.requests.lifecycle import RequestLifecycle
+from tokenbus.router.requests.listing import SystemListing
 from tokenbus.router.requests.models import ModelCatalog
 from tokenbus.router.requests.passing_on import PassingOn
 from tokenbus.router.requests.queueing.model_loads import ModelLoads
@@ -104,19 +106,25 @@ class Router:
             DetokenizeCalls(prompts, self.fleet, self.metrics),
             CacheHints(self.fleet, workers, self._rate_limiter, self.metrics),
         ]
+        self._part = ModelPart(settings.model_patterns)
+        catalog = ModelCatalog(self.fleet, self._queue, router_id, settings.max_request_bytes, settings.model_patterns)
+        self._listing = SystemListing(bus, self._replies, names, catalog, self._part, workers)
+        self._opened = asyncio.Event()
         self._intake = Intake(
             bus,
             self._replies,
             names,
             settings.inbox_prefixes,
             settings.uploads,
-            ModelCatalog(self.fleet, self._queue, router_id, settings.max_request_bytes),
+            catalog,
             self._lifecycle,
             PassingOn(bus, names, self.fleet, self.flights, router_id),
             self._calls,
             kinds,
             terminals,
             self.metrics,
+            self._part,
+            self._listing,
         )
         self._guardianship = Guardianship(
             bus,
@@ -129,9 +137,12 @@ class Router:
             attempts,
             workers,
             router_id,
+            self._part,
         )
         recovery = Recovery(self.fleet, self.flights, attempts, self._lifecycle, self.metrics, router_id)
-        self._watch = FleetWatch(bus, names, self.fleet, recovery, self._lifecycle, self.metrics)
+        self._watch = FleetWatch(
+            bus, names, self.fleet, recovery, self._lifecycle, self.metrics, self._part, self._named
+        )
 
     def __repr__(self) -> str:
         return f"<Router {self.fleet!r} {self._lifecycle!r}>"
@@ -189,7 +200,23 @@ class Router:
         await self._watch.open()
         await self._workers.open()
         await self._guardianship.open()
+        await self._listing.open()
         await self._intake.open()
+        self._opened.set()
+
+    def _named(self, name: str, *, is_model: bool) -> None:
+        """Serves another name of this router's part: that of a model, or of a model with an adapter."""
+        tasks.background("serve a model", self._serve(name, is_model=is_model))
+
+    async def _serve(self, name: str, *, is_model: bool) -> None:
+        if is_model:
+            await self._watch.hear(name)
+        await self._opened.wait()
+        if is_model:
+            await self._guardianship.hear(name)
+            await self._listing.hear(name)
+            await self._intake.hear_cancels(name)
+        await self._intake.hear(name)
 
     async def run(self) -> None:
         """Watches the fleet until cancelled."""
@@ -198,6 +225,7 @@ class Router:
     async def stop_intake(self) -> None:
         """Stops receiving requests, and guarding those that workers have."""
         await self._guardianship.close()
+        await self._listing.close()
         await self._intake.close()
 
     async def drain(self) -> None:

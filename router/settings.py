@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from tokenbus.protocol.bus import connection as nats
 from tokenbus.protocol.parts.assembly import UploadLimits
 from tokenbus.protocol.telemetry import status
-from tokenbus.protocol.wire import subjects
+from tokenbus.protocol.wire import limits, subjects
 from tokenbus.router.placement.policies import make_policies
 from tokenbus.router.placement.remote_prefills import MIN_REMOTE_PREFILL_TOKENS
 from tokenbus.router.requests.flights.request_telemetry import RequestLogSettings
@@ -28,6 +28,8 @@ class RouterSettings:
     """At 0 the cheapest worker is always chosen. The higher it is, the more often costlier ones are."""
     min_remote_prefill_tokens: int = MIN_REMOTE_PREFILL_TOKENS
     """Fewest missing tokens for which a worker of the role `prefill` may compute a prompt; 0: none ever does."""
+    model_patterns: tuple[str, ...] = ()
+    """Patterns of the names of the models that it serves; all if empty."""
     site: str = ""
     """The name of the place where it runs; if empty, all workers count as near."""
     site_cost_s: float = 0.25
@@ -72,6 +74,8 @@ class RouterSettings:
         return UploadLimits(self.max_request_bytes, self.tenant_upload_bytes, self.max_upload_bytes)
 
     def __post_init__(self) -> None:
-        """Raises ValueError for an unknown policy."""
+        """Raises ValueError for an unknown policy, and for a pattern that no name matches."""
+        if any(not pattern or len(pattern.encode()) > limits.MAX_NAME_BYTES for pattern in self.model_patterns):
+            raise ValueError(f"--models must have 1 to {limits.MAX_NAME_BYTES} bytes")
         if self.policy not in (known := make_policies()):
             raise ValueError(f"--policy must be one of {', '.join(known)}, got {self.policy!r}")

@@ -10,6 +10,7 @@ import hashlib
 import hmac
 import secrets
 import time
+from typing import Protocol
 
 import structlog
 from nats.aio.msg import Msg
@@ -18,6 +19,7 @@ from tokenbus.protocol import tasks
 from tokenbus.protocol.bus.bus import OutboundBufferLimitError, OwnedBus
 from tokenbus.protocol.wire import codec, errors, internal, limits, messages, subjects
 from tokenbus.router.fleet.fleet import Fleet
+from tokenbus.router.fleet.model_part import ModelPart
 from tokenbus.router.requests.lifecycle import RequestLifecycle
 from tokenbus.router.requests.recovery import Recovery
 from tokenbus.router.telemetry.metrics import RouterMetrics
@@ -37,6 +39,12 @@ _SNAPSHOT_RETRY_S = 1.0
 """A missing snapshot is requested again after this."""
 
 
+class OnName(Protocol):
+    def __call__(self, name: str, *, is_model: bool) -> None:
+        """Takes a new name of a model of a router's part (`is_model`), or of such a model with an adapter."""
+        ...
+
+
 class FleetWatch:
     """Keeps the fleet up to date and passes its updates on to the requests."""
 
@@ -48,7 +56,11 @@ class FleetWatch:
         recovery: Recovery,
         lifecycle: RequestLifecycle,
         metrics: RouterMetrics,
+        part: ModelPart,
+        on_name: OnName,
     ) -> None:
+        self._part = part
+        self._on_name = on_name
         self._bus = bus
         self._names = names
         self._fleet = fleet
@@ -66,12 +78,21 @@ class FleetWatch:
     async def open(self) -> None:
         """Subscribes, asks every worker for its card, and returns once they have had time to answer."""
         await self._bus.subscribe(self._names.all_cards, self._on_card)
-        await self._bus.subscribe(self._names.all_events, self._on_events)
-        await self._bus.subscribe(self._names.all_seals, self._on_seal)
+        if self._part.is_whole:
+            await self._bus.subscribe(self._names.all_events, self._on_events)
+            await self._bus.subscribe(self._names.all_seals, self._on_seal)
+        for model in self._part.first_names():
+            self._on_name(model, is_model=True)
         await self._bus.subscribe(f"{self._inbox}.*.*.*", self._on_snapshot_part)
         self._bus.on_reconnect = self._on_reconnect
         self._restart_discovery()
         await asyncio.sleep(limits.DISCOVERY_WAIT_S)
+
+    async def hear(self, model: str) -> None:
+        """Subscribes to what the workers of one model publish."""
+        events, seals = self._names.events_of(model)
+        await self._bus.subscribe(events, self._on_events)
+        await self._bus.subscribe(seals, self._on_seal)
 
     async def watch(self) -> None:
         """Watches for silence and for gaps in event logs, until cancelled."""
@@ -141,6 +162,11 @@ class FleetWatch:
         if address != (card.model, card.worker_id):
             self._log.error("card_refused", subject=message.subject, error="its subject belongs to another worker")
             return
+        if not self._part.has(card.model):
+            self._part.note_other(card)
+            return
+        for name in self._part.new_names(card):
+            self._on_name(name, is_model=name == card.model)
         known = self._fleet.find_worker(address)
         update = self._fleet.apply_card(card, time.monotonic())
         if update.refused is not None:

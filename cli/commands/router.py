@@ -4,7 +4,7 @@ import argparse
 from typing import NamedTuple
 
 from tokenbus.cli.console import connection_flags, serve
-from tokenbus.cli.console.arguments import COUNT, MIB, NAME, SECONDS, ArgumentType, real, whole
+from tokenbus.cli.console.arguments import COUNT, MIB, NAME, PATTERN, SECONDS, ArgumentType, real, whole
 from tokenbus.cli.console.flags import Flag, Parser, fields_of, text_of
 from tokenbus.protocol.wire import subjects
 from tokenbus.router.placement.policies import POLICIES
@@ -71,6 +71,8 @@ def add_flags(parser: Parser) -> None:
     expect = "a model whose requests wait for --hold-s even if this router has never seen a worker of it"
     flag("--expect-model", NAME, expect, [])
     flag = parser.group("router", RouterSettings)
+    part = "a pattern of the names of the models that it serves, such as chat-*; other routers serve the others"
+    flag("--models", PATTERN, part, [], unset="all models")
     flag("--router-id", NAME, "name of this router in logs", unset="host and process id")
     cache = "memory for token ids of texts in conversations; 0: tokenize each turn from the start"
     flag("--tokenization-cache-mib", MIB, cache, RouterSettings.tokenization_cache_bytes >> 20)
@@ -87,6 +89,7 @@ def settings_of(options: argparse.Namespace) -> RouterSettings:
         queue=QueueSettings(options.max_queued_requests, options.max_queued_tokens),
         inbox_prefixes=tuple(options.inbox_prefix or subjects.DEFAULT_INBOX_PREFIXES),
         tokenization_cache_bytes=options.tokenization_cache_mib << 20,
+        model_patterns=tuple(options.models),
         expected_models=tuple(options.expect_model),
         status_page=serve.status_settings(options),
         tenant_limits=options.tenant_limit,

@@ -275,8 +275,9 @@ def _caption(rows: list[Row], router: messages.RouterStats | None, totals: Total
     if router is None:
         return
     at = f" at {router.site}" if router.site else ""
+    part = f" for {' '.join(router.models)}" if router.models else ""
     yield (
-        f"router {router.router_id}{at}: {router.decisions} placed, {router.decisions_per_s:.1f} a second "
+        f"router {router.router_id}{at}{part}: {router.decisions} placed, {router.decisions_per_s:.1f} a second "
         f"in {router.decision_p50_us:.0f} µs (p99 {router.decision_p99_us:.0f}), "
         f"{router.waiting} wait here, {router.continued} continued elsewhere; {router.indexed_blocks} blocks indexed; "
         f"cached {router.predicted_hit_rate:.0%} expected, {router.hit_rate:.0%} real, "

@@ -123,6 +123,7 @@ SWITCH = ArgumentType(_boolean, "true or false", "")
 """The type of a flag without a value."""
 TEXT = text("TEXT")
 NAME = text("NAME")
+PATTERN = text("PATTERN")
 FILE = text("FILE")
 DIR = text("DIR")
 PATH = ArgumentType(_path, "a file", "FILE")

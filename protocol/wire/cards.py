@@ -327,6 +327,8 @@ class RouterStats(msgspec.Struct, frozen=True, kw_only=True):
     """Its name in logs."""
     site: str = ""
     """The place where it runs, as its operator names it; empty if it was given none."""
+    models: list[str] = []
+    """The patterns of the names of the models that it serves; none if it serves all."""
     decisions: int
     """Requests that it has placed."""
     decisions_per_s: float

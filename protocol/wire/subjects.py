@@ -177,6 +177,22 @@ class Subjects:
         and with one."""
         return f"{self.prefix}.{operation}.*", f"{self.prefix}.{operation}.*.*"
 
+    def of_model(self, operation: str, model: str) -> tuple[str, str]:
+        """Returns those of `all_of` that name one model."""
+        return f"{self.prefix}.{operation}.{encode_name(model)}", f"{self.prefix}.{operation}.{encode_name(model)}.*"
+
+    def events_of(self, model: str) -> tuple[str, str]:
+        """Returns the subjects of the events and the seals of a model's workers."""
+        return f"{self.prefix}.events.{encode_name(model)}.*", f"{self.prefix}.events.{encode_name(model)}.*.seal"
+
+    def listing(self, model: str | None) -> str:
+        """Returns the subject on which routers ask one that serves a model for what it serves; for any without one."""
+        return f"{self.prefix}.listing.{'*' if model is None else encode_name(model)}"
+
+    def guards_of(self, model: str) -> tuple[str, str]:
+        """Returns the subjects on which routers are asked to guard requests of a model."""
+        return f"{self.prefix}.guard.{encode_name(model)}", f"{self.prefix}.guard.{encode_name(model)}.*"
+
     def generate(self, model: str, tenant: str = DEFAULT_TENANT) -> str:
         return self._with_tenant("generate", model, tenant)
 

@@ -30,8 +30,8 @@ from tokenbus.router.workers.worker import SETTLE_S, Worker, incarnation_key
 MAX_WORKERS = 4_096
 """Workers and model names that are kept: bounds a router's memory whatever is published."""
 MAX_SNAPSHOTS = 32
-"""Snapshots that a router awaits at a time. After its reconnect it needs those of all workers: from 2,000 at once came
-70 MB."""
+"""Snapshots that a router awaits at a time. After its reconnect it needs those of all workers: 2,000 that hold
+4,096 blocks each are some 70 MB."""
 _REFUSAL_TTL_S = 30.0
 """A refused card is rechecked after this time: the workers that it contradicts may be gone."""
 _MIN_VALUES = {

@@ -7,6 +7,7 @@ on that stream."""
 import contextlib
 import functools
 import time
+from collections.abc import Sequence
 
 import structlog
 from nats.aio.msg import Msg
@@ -25,6 +26,7 @@ from tokenbus.protocol.wire import codec, errors, internal, messages, subjects
 from tokenbus.protocol.wire.block_hash import Adapter
 from tokenbus.protocol.wire.checks import validation
 from tokenbus.router.fleet.fleet import Fleet
+from tokenbus.router.fleet.model_part import ModelPart
 from tokenbus.router.requests.attempts import Attempts
 from tokenbus.router.requests.flights.flight import Flight, Flights
 from tokenbus.router.requests.flights.worker_client import WorkerClient
@@ -52,7 +54,9 @@ class Guardianship:
         attempts: Attempts,
         workers: WorkerClient,
         router_id: str,
+        part: ModelPart,
     ) -> None:
+        self._part = part
         self._bus = bus
         self._workers = workers
         self._replies = replies
@@ -64,17 +68,29 @@ class Guardianship:
         self._attempts = attempts
         self._router_id = router_id
         self._subscriptions: list[Subscription] = []
+        self._is_open = False
         self._log = structlog.get_logger()
 
     async def open(self) -> None:
         """Subscribes. Each offer goes to one router of the queue group."""
         self._subscriptions.append(await self._bus.subscribe(self._names.router(self._router_id), self._on_check))
+        self._is_open = True
+        if self._part.is_whole:
+            await self._take_offers(self._names.all_guards)
+
+    async def hear(self, model: str) -> None:
+        """Takes requests of one model over, too."""
+        if self._is_open:
+            await self._take_offers(self._names.guards_of(model))
+
+    async def _take_offers(self, subjects_: Sequence[str]) -> None:
         on_guard = functools.partial(self._on_guard, in_parts=False)
-        for subject in self._names.all_guards:
+        for subject in subjects_:
             self._subscriptions.append(await self._bus.subscribe(subject, on_guard, queue="router"))
 
     async def close(self) -> None:
         """Stops taking requests over. Workers notice that no one listens any more, and look for other guardians."""
+        self._is_open = False
         while self._subscriptions:
             await self._bus.unsubscribe(self._subscriptions.pop())
 

@@ -8,7 +8,7 @@ import contextlib
 import functools
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -21,9 +21,11 @@ from tokenbus.protocol.parts.assembly import UploadLimits
 from tokenbus.protocol.parts.receiver import PartsReceiver
 from tokenbus.protocol.wire import codec, errors, messages, subjects
 from tokenbus.protocol.wire.checks import validation
+from tokenbus.router.fleet.model_part import ModelPart
 from tokenbus.router.requests.calls.client_calls import Call, CallKind, ClientCalls
 from tokenbus.router.requests.flights.flight import Flight
 from tokenbus.router.requests.lifecycle import RequestLifecycle
+from tokenbus.router.requests.listing import SystemListing
 from tokenbus.router.requests.models import ModelCatalog
 from tokenbus.router.requests.passing_on import PassingOn, is_passed_on
 from tokenbus.router.requests.terminals import TerminalPublisher
@@ -56,7 +58,11 @@ class Intake:
         kinds: Sequence[CallKind[Any, Any]],
         terminals: TerminalPublisher,
         metrics: RouterMetrics,
+        part: ModelPart,
+        listing: SystemListing,
     ) -> None:
+        self._part = part
+        self._listing = listing
         self._bus = bus
         self._replies = replies
         self._names = names
@@ -72,6 +78,7 @@ class Intake:
             on_ended=lambda outcome: metrics.uploads.labels(outcome).inc(),
         )
         self._models = models
+        listing.parts = self._parts
         self._lifecycle = lifecycle
         self._passing_on = passing_on
         self._calls = calls
@@ -97,23 +104,39 @@ class Intake:
     async def open(self) -> None:
         """Subscribes to everything that clients publish. Requests are shared between routers; the rest reaches all."""
         await self._parts.open()
-        shared: list[tuple[str, Callable[[Msg], None]]] = [
-            *((subject, self._on_generate) for subject in self._names.all_of("generate")),
-            *(
-                (subject, functools.partial(self._on_call, kind))
-                for kind in self._kinds
-                for subject in self._names.all_of(kind.operation)
-            ),
-            *((subject, self._on_models) for subject in self._names.models),
-            *((subject, self._pass_on) for subject in self._names.without_model),
-        ]
-        for subject, callback in shared:
-            self._subscriptions.append(await self._bus.subscribe(subject, callback, queue="router"))
-        for subject in self._names.all_cancels:
-            await self._bus.subscribe(subject, self._on_cancel)
-        for subject in self._names.all_resyncs:
-            await self._bus.subscribe(subject, self._on_resync)
         self.is_open = True
+        is_whole = self._part.is_whole
+        if is_whole:
+            await self._share(self._requests_on(self._names.all_of))
+        await self._share((subject, self._on_models) for subject in self._names.models)
+        # of all routers with the same models, one passes such a message on
+        await self._share(((subject, self._pass_on) for subject in self._names.without_model), self._part.queue)
+        for subject in self._names.all_cancels if is_whole else self._names.all_cancels[:2]:
+            await self._bus.subscribe(subject, self._on_cancel)
+        for subject in self._names.all_resyncs if is_whole else self._names.all_resyncs[:2]:
+            await self._bus.subscribe(subject, self._on_resync)
+
+    async def hear(self, name: str) -> None:
+        """Receives requests for a model, or for a model with an adapter, too."""
+        await self._share(self._requests_on(lambda operation: self._names.of_model(operation, name)))
+
+    async def hear_cancels(self, model: str) -> None:
+        """Receives cancels and resyncs of a model's requests, too."""
+        await self._bus.subscribe(self._names.cancels_of(model), self._on_cancel)
+        await self._bus.subscribe(self._names.resyncs_of(model), self._on_resync)
+
+    def _requests_on(self, subjects_of: Callable[[str], Iterable[str]]) -> Iterator[tuple[str, Callable[[Msg], None]]]:
+        for subject in subjects_of("generate"):
+            yield subject, self._on_generate
+        for kind in self._kinds:
+            for subject in subjects_of(kind.operation):
+                yield subject, functools.partial(self._on_call, kind)
+
+    async def _share(self, heard: Iterable[tuple[str, Callable[[Msg], None]]], queue: str = "router") -> None:
+        """Subscribes as one of a queue group of routers, unless this one has stopped receiving requests."""
+        for subject, callback in heard:
+            if self.is_open:
+                self._subscriptions.append(await self._bus.subscribe(subject, callback, queue=queue))
 
     async def close(self) -> None:
         """Stops receiving requests: other routers get those published from now on."""
@@ -203,7 +226,7 @@ class Intake:
             tenant = subjects.decode_name(self._names.tenant_token(message.subject))
         except ValueError:
             return
-        encoding, most = codec.Encoding.JSON, self._bus.max_payload
+        encoding = codec.Encoding.JSON
         try:
             asked = messages.ModelsRequest()
             if message.data:
@@ -212,13 +235,11 @@ class Intake:
             else:  # this was never refused
                 with contextlib.suppress(codec.MediaTypeError):
                     encoding = codec.encoding_of(message.headers)
-            reply = self._models.reply(asked, encoding, most, self._parts, tenant)
+            self._listing.answer(message.reply, asked, encoding, tenant)
         except codec.MediaTypeError as problem:
-            error = errors.make_error(errors.Code.INVALID_REQUEST, str(problem))
-            reply = self._models.refusal(error, encoding, most)
+            self._listing.refuse(message.reply, encoding, errors.make_error(errors.Code.INVALID_REQUEST, str(problem)))
         except errors.RequestError as problem:
-            reply = self._models.refusal(problem.error, encoding, most)
-        self._replies.send(message.reply, reply)
+            self._listing.refuse(message.reply, encoding, problem.error)
 
     def _pass_on(self, message: Msg) -> None:
         if not message.reply or self._is_inbox(message):

@@ -30,7 +30,7 @@ _ITEM_BYTES = 8
 """Bytes that a card or a model takes in a list beyond its own."""
 
 
-class _Place(NamedTuple):
+class PageEnd(NamedTuple):
     """The end of a page: a worker, or a model with all its workers."""
 
     model: str
@@ -46,14 +46,23 @@ class _Page(NamedTuple):
     """Some of the models and workers."""
 
     models: list[messages.ServedModel]
-    end: _Place | None
+    end: PageEnd | None
     """The last place in it if there is more; None if there is not."""
 
 
 class ModelCatalog:
     """Lists the models of one router's fleet."""
 
-    def __init__(self, fleet: Fleet, queue: PlacementQueue, router_id: str, max_request_bytes: int) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        queue: PlacementQueue,
+        router_id: str,
+        max_request_bytes: int,
+        patterns: tuple[str, ...] = (),
+    ) -> None:
+        """`patterns` are those of the models that the router serves; none if it serves all."""
+        self._patterns = patterns
         self._fleet = fleet
         self._queue = queue
         self._router_id = router_id
@@ -69,13 +78,12 @@ class ModelCatalog:
             return address, None
         return address._replace(model=base), adapter
 
-    def reply(
+    def page(
         self, asked: messages.ModelsRequest, encoding: codec.Encoding, max_bytes: int, parts: PartsReceiver, tenant: str
-    ) -> bytes:
-        """Returns an encoded reply for a tenant of at most `max_bytes`, the broker's largest message. `parts` receives
-        clients' large requests. Raises RequestError for a request that is not allowed, and for a model that is not
-        served."""
-        after = self._check(asked)
+    ) -> messages.ModelsReply:
+        """Returns a reply for a tenant of at most `max_bytes` in that encoding. `parts` receives clients' large
+        requests. Raises RequestError for a request that is not allowed, and for a model that is not served."""
+        after = self.check(asked)
         writer = _PageWriter(self._fleet, tenant, encoding)
         served = [(name, workers) for name, workers in self._fleet.models() if asked.model in (None, name)]
         base = self._base(served, max_bytes, parts, is_first=after is None)
@@ -91,27 +99,32 @@ class ModelCatalog:
         else:
             page = writer.write(served, after, _PAGE_WORKERS if asked.limit is None else asked.limit, room)
         end = UNSET if page.end is None else page.end.token
-        return codec.encode(codec.replace(base, models=page.models, next=end), encoding)
+        return codec.replace(base, models=page.models, next=end)
 
-    def refusal(self, error: errors.Error, encoding: codec.Encoding, max_bytes: int) -> bytes:
-        """Returns an encoded reply with an error."""
-        return codec.encode(messages.ModelsReply(models=[], limits=self._limits(max_bytes), error=error), encoding)
+    def refusal(self, error: errors.Error, max_bytes: int) -> messages.ModelsReply:
+        """Returns a reply with an error."""
+        return messages.ModelsReply(models=[], limits=self._limits(max_bytes), error=error)
 
-    def _check(self, asked: messages.ModelsRequest) -> _Place | None:
-        """Returns the place after which a page begins. Raises RequestError."""
+    def served_names(self) -> list[str]:
+        """Returns the models of this router's fleet, ordered by name."""
+        return [model for model, _ in self._fleet.models()]
+
+    def check(self, asked: messages.ModelsRequest, *, knows_model: bool = False) -> PageEnd | None:
+        """Returns the place after which a page begins. Raises RequestError for a request that is not allowed, and,
+        unless another router `knows_model`, for a model that is not served."""
         validation.check_ranges(asked)
         if asked.model is not None:
             try:
                 subjects.encode_name(asked.model)
             except ValueError as error:
                 raise errors.invalid_field("model", str(error)) from error
-            if not self._fleet.workers_of(asked.model):
+            if not knows_model and not self._fleet.workers_of(asked.model):
                 workers_for(self._fleet, asked.model, time.monotonic())
         if asked.after is None:
             return None
         try:
             model, *worker_id = map(subjects.decode_name, asked.after.split("."))
-            place = _Place(model, *worker_id or (None,))
+            place = PageEnd(model, *worker_id or (None,))
         except (TypeError, ValueError) as error:
             raise errors.invalid_field("after", "must be the `next` of a page") from error
         if asked.model not in (None, place.model):
@@ -136,7 +149,9 @@ class ModelCatalog:
         view = self._fleet.router_view(self._router_id, len(self._queue), now)
         return codec.replace(
             base,
-            router=codec.replace(view, uploads=parts.num_uploads, upload_bytes=parts.held_bytes),
+            router=codec.replace(
+                view, models=list(self._patterns), uploads=parts.num_uploads, upload_bytes=parts.held_bytes
+            ),
             summary=messages.FleetCounts(models=len(served), **msgspec.structs.asdict(counts)),
             unserved=UNSET if names is None or len(names) > _MAX_UNSERVED else names,
         )
@@ -152,7 +167,7 @@ class _PageWriter:
         self._now = time.monotonic()
 
     def write(
-        self, served: Sequence[tuple[str, list[Worker]]], after: _Place | None, limit: int | None, room: int
+        self, served: Sequence[tuple[str, list[Worker]]], after: PageEnd | None, limit: int | None, room: int
     ) -> _Page:
         """Returns the models, ordered by name, that come after a place, with at most `limit` workers in `room` bytes.
 
@@ -172,7 +187,7 @@ class _PageWriter:
                 return _Page(models, end)
             if limit == 0:
                 models.append(model)
-                end = _Place(name, None)
+                end = PageEnd(name, None)
                 continue
             cards: list[messages.Card] = []
             models.append(codec.replace(model, workers=cards))
@@ -184,7 +199,7 @@ class _PageWriter:
                 if size > room or left == 0:
                     return _Page(models if cards else models[:-1], end)
                 cards.append(card)
-                end = _Place(name, worker.card.worker_id)
+                end = PageEnd(name, worker.card.worker_id)
                 room -= size
                 left = None if left is None else left - 1
         return _Page(models, None)

@@ -15,6 +15,7 @@ from tokenbus.protocol.parts import assembly
 from tokenbus.protocol.telemetry import tracing
 from tokenbus.protocol.wire import block_hash, codec, errors, internal, messages, subjects
 from tokenbus.protocol.wire.params import GenerationParams
+from tokenbus.router.fleet.model_part import ModelPart
 from tokenbus.router.requests.attempts import Attempts
 from tokenbus.router.requests.flights.flight import Flight, Flights
 from tokenbus.router.requests.flights.request_telemetry import FlightTelemetry, RequestLogSettings
@@ -124,6 +125,7 @@ class Testbed:
             attempts,
             self.parts,
             "this-router",
+            ModelPart(),
         )
         self.recovery = Recovery(self.fleet, self.flights, attempts, self.lifecycle, metrics, "this-router")
 

@@ -33,7 +33,7 @@ def ask(
 ) -> messages.ModelsReply:
     catalog = ModelCatalog(fleet, NoQueue(), "r1", 65_536)  # type: ignore[arg-type]
     asked = messages.ModelsRequest(**fields)  # type: ignore[arg-type]
-    payload = catalog.reply(asked, encoding, most, NoParts(), tenant)  # type: ignore[arg-type]
+    payload = codec.encode(catalog.page(asked, encoding, most, NoParts(), tenant), encoding)  # type: ignore[arg-type]
     assert len(payload) <= most
     return _replies.decode(payload, encoding)
 

@@ -154,14 +154,15 @@ class FrontendProcess:
 
 
 class RouterProcess:
-    def __init__(self, world: World, broker: Broker, name: str) -> None:
+    def __init__(self, world: World, broker: Broker, name: str, patterns: tuple[str, ...] = ()) -> None:
+        """`patterns` are those of the models that it serves."""
         self.name = name
         self.process = world.process(name)
         self.bus = SimBus(self.process, broker)
-        self.process.spawn(self._live(world))
+        self.process.spawn(self._live(world, RouterSettings(model_patterns=patterns)))
 
-    async def _live(self, world: World) -> None:
-        self.router = Router(self.bus, subjects.Subjects(), self.name, RouterSettings(), world.rng, NoopTracer())
+    async def _live(self, world: World, settings: RouterSettings) -> None:
+        self.router = Router(self.bus, subjects.Subjects(), self.name, settings, world.rng, NoopTracer())
         await self.router.open()
         await self.router.run()
 

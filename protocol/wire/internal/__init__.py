@@ -9,6 +9,7 @@ from tokenbus.protocol.wire.internal.calls import Detokenize as Detokenize
 from tokenbus.protocol.wire.internal.calls import DetokenizeResult as DetokenizeResult
 from tokenbus.protocol.wire.internal.calls import Embed as Embed
 from tokenbus.protocol.wire.internal.calls import EmbedResult as EmbedResult
+from tokenbus.protocol.wire.internal.calls import ListingRequest as ListingRequest
 from tokenbus.protocol.wire.internal.calls import Rerank as Rerank
 from tokenbus.protocol.wire.internal.calls import RerankResult as RerankResult
 from tokenbus.protocol.wire.internal.calls import Tokenize as Tokenize

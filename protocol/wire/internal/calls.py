@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any
 
-from tokenbus.protocol.wire import errors, limits
+from tokenbus.protocol.wire import codec, errors, limits
 from tokenbus.protocol.wire import messages as public
 from tokenbus.protocol.wire.internal.runs import RunAdapter
 from tokenbus.protocol.wire.params import COUNT, PRIORITY, REMAINING_MS, Range
@@ -110,6 +110,19 @@ class RerankResult(public.Message, frozen=True, kw_only=True, omit_defaults=True
     """Tokens of all documents, each with the query."""
     error: errors.Error | None = None
     """Why there are no scores."""
+
+
+class ListingRequest(public.Message, frozen=True, kw_only=True, omit_defaults=True):
+    """Asks a router for its part of a listing."""
+
+    asked: public.ModelsRequest
+    """The client's request."""
+    tenant: str
+    """The client's tenant."""
+    encoding: codec.Encoding
+    """The encoding in which the client is answered; the router's answer is MessagePack."""
+    max_bytes: int
+    """The most bytes of the answer in that encoding."""
 
 
 class AbortCall(public.Message, frozen=True, kw_only=True):

@@ -381,6 +381,7 @@ PUBLIC: list[tuple[str, messages.Message]] = [
             limits=messages.ServerLimits(max_request_bytes=524_288),
             router=messages.RouterStats(
                 router_id="r1",
+                models=["m*"],
                 decisions=7,
                 decisions_per_s=0.5,
                 decision_p50_us=70.0,
@@ -545,6 +546,15 @@ INTERNAL: list[tuple[str, messages.Message]] = [
     (
         "guarded",
         internal.GuardReply(request_id="default:r-1", attempt=2, accepted=True, router_id="router-1"),
+    ),
+    (
+        "a part of a listing",
+        internal.ListingRequest(
+            asked=messages.ModelsRequest(model="m", limit=2),
+            tenant="acme",
+            encoding=codec.Encoding.JSON,
+            max_bytes=65_024,
+        ),
     ),
     ("are they yours?", internal.GuardCheck(request_ids=["default:r-1", "default:r-2"])),
     (
