@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -37,13 +38,13 @@ def environment(name: str) -> Path:
 
 def source(package: str, pinned_in: str, part: str = "") -> Path:
     """Returns the unpacked source, or only a folder of it, of a package of `packages/NAME.txt`, as it was published."""
-    pins = [line.partition("[")[0] + "==" + line.partition("==")[2] for line in _pinned(pinned_in)]
+    pins = [re.sub(r"\[.*?\]", "", line) for line in _pinned(pinned_in)]  # without extras
     pin = next(one for one in pins if one.startswith(f"{package}=="))
     with _made(f"{package}-source" if part else package, f"{pin}{part}".encode()) as (folder, is_new):
         if is_new:
             folder.mkdir()
-            pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-binary", package]
-            _run([*pip, "-d", str(folder), pin])
+            fetch = [str(environment("fetching") / "unearth"), "--no-binary", "--download", str(folder)]
+            _run([*fetch, pin])
             (archive,) = folder.glob("*.tar.gz")
             with tarfile.open(archive) as packed:
                 wanted = [one for one in packed if one.name.partition("/")[2].startswith(part)]

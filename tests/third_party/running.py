@@ -5,7 +5,7 @@ import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
-_TIMEOUT_S = 300
+_TIMEOUT_S = 590
 
 
 def run(

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tests.third_party import agents, llama_server, packages, scores
+from tests.third_party import agents, llama_server, packages, scores, vllm_server
 from tests.third_party.judging import Outcome
 from tests.third_party.junit import from_junit
 from tests.third_party.running import run
@@ -147,6 +147,7 @@ SUITES = {
     "schemathesis": Suite("schemathesis, by the OpenAPI document", _schemathesis),
     "lm-eval": Suite("lm-eval's multiple-choice tasks, as on llama-cpp-python's server", scores.run_tasks),
     "llama-server": Suite("the tests of llama.cpp's server", llama_server.run_tests),
+    "vllm": Suite("vLLM's tests of its HTTP API", vllm_server.run_tests),
     "openai-client": Suite("`openai` (Python)", _script("openai_client.py", "sdks")),
     "open-responses": Suite("Open Responses, by its specification", _script("open_responses.py", "sdks")),
     "anthropic-client": Suite("`anthropic` (Python)", _script("anthropic_client.py", "sdks")),
