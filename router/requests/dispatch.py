@@ -34,6 +34,8 @@ from tokenbus.router.workers.worker import Worker
 _MAX_TRIES = 12
 _RETRY_S = 0.1
 _SETTLE_POLL_S = 0.02
+_RETURN_S = 2.0
+"""The time that a worker which is back has to say what it still runs."""
 _UNREACHABLE = (errors.Code.NO_WORKER, errors.Code.WORKER_LOST, errors.Code.ENGINE_POISONED)
 """Refusals after which the worker may soon be back."""
 
@@ -239,6 +241,21 @@ class Dispatcher:
             self._give_up(flight, lost)
         return True
 
+    async def _has_returned(self, flight: Flight, lost: Worker) -> bool:
+        """Whether a worker that counted as lost was only out of reach, and still has the request: then it keeps it."""
+        card, until = lost.card, time.monotonic() + _RETURN_S
+        while (back := self._fleet.find_worker(card.address)) is not None and back.card.epoch == card.epoch:
+            if not back.log.is_behind:
+                has_kept = flight.attempt_worker_id == card.worker_id and not flight.cancelled
+                if not has_kept or self._fleet.owner_of(flight.key, flight.model) is not back:
+                    return False
+                self._attempts.accept(flight, back.card)
+                return True
+            if time.monotonic() >= until or self._is_over(flight):
+                return False
+            await asyncio.sleep(_SETTLE_POLL_S)
+        return False
+
     def _give_up(self, flight: Flight, lost: Worker) -> NoReturn:
         """Raises RequestError for a request that this router can't continue, or AlreadyStreamingError if another router
         has continued it: a worker may have named that router the guardian while this one was disconnected."""
@@ -251,6 +268,9 @@ class Dispatcher:
         flight, lost = search.flight, search.lost
         address = placement.worker.card.address
         if attempt is None:
+            if lost is not None and await self._has_returned(flight, lost):
+                self._fleet.unbook(address, flight.key)
+                return None
             try:
                 # more may have arrived from the lost worker while the request waited for this one
                 may_start = not flight.cancelled and (lost is None or self._may_continue(flight, lost))

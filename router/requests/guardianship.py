@@ -144,10 +144,10 @@ class Guardianship:
         for key, attempt in zip(check.request_ids, check.attempts, strict=False):
             if (flight := self._flights.find_flight(key)) is None:
                 continue
-            if attempt == flight.attempt and flight.in_doubt:
-                doubtful.append(key)
-            elif attempt != flight.attempt or (flight.model, flight.worker_id) != address:
+            if attempt != flight.attempt or flight.worker_id not in (None, address.worker_id):
                 moved[key] = attempt
+            elif flight.in_doubt or flight.worker_id is None:  # it may get the request back
+                doubtful.append(key)
         return moved, doubtful
 
     def _on_guard(self, message: Msg, *, in_parts: bool) -> None:

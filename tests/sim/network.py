@@ -2,7 +2,7 @@
 and may be lost when one breaks."""
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Protocol
 
 from nats.aio.msg import Msg
@@ -106,6 +106,8 @@ class Broker:
     def __init__(self, world: World) -> None:
         self.world = world
         self.name = "broker"
+        self.bridge: Bridge | None = None
+        """The link to another broker, if there is one."""
         self.links: list[Link] = []
         self.is_up = True
         self.is_paused = False
@@ -209,8 +211,31 @@ class Broker:
         for members in queues.values():
             link, subscription = self.pick(members)
             link.deliver(subscription, message)
+        if self.bridge is not None:
+            reached |= self.bridge.carry(self, message, tokens, {queue for queue, _ in queues})
         if not reached and reply:
             self._notice(sender, reply)
+
+    def take_over(self, message: Msg, tokens: list[str], without: Set[str]) -> None:
+        """Delivers a message that has come from another broker, which has given it to members of some queue groups."""
+        queues: dict[tuple[str, str], list[tuple[Link, Subscription]]] = {}
+        for link, subscription in self.takers(message.subject, tokens, without):
+            if subscription.queue:
+                queues.setdefault((subscription.queue, subscription.subject), []).append((link, subscription))
+            else:
+                link.deliver(subscription, message)
+        for members in queues.values():
+            link, subscription = self.pick(members)
+            link.deliver(subscription, message)
+
+    def takers(self, subject: str, tokens: list[str], without: Set[str]) -> list[tuple[Link, Subscription]]:
+        """Returns the subscriptions here to a subject, except those of some queue groups."""
+        return [
+            (link, subscription)
+            for link in self.links
+            for subscription in link.subscriptions
+            if subscription.takes(subject, tokens) and subscription.queue not in (without or {None})
+        ]
 
     def _notice(self, sender: Link, reply: str) -> None:
         message = Msg(_client=None, subject=reply, reply="", data=b"", headers={"Status": "503"})  # type: ignore[arg-type]
@@ -218,3 +243,61 @@ class Broker:
         for subscription in sender.subscriptions:
             if subscription.takes(reply, tokens):
                 sender.deliver(subscription, message)
+
+
+class Bridge:
+    """The link between the brokers of two sites. It can be cut, so that each broker sees that the other's clients are
+    not there, and it can stand still, so that neither does, and what is sent arrives later.
+
+    Members of a queue group at the broker that gets a message have precedence."""
+
+    def __init__(self, world: World, here: Broker, there: Broker) -> None:
+        self._world = world
+        self._brokers = (here, there)
+        here.bridge = there.bridge = self
+        self.is_up = True
+        self.latency_s = 0.0
+        self._stands_until = 0.0
+        self._generation = 0
+        self._arrivals = dict.fromkeys(self._brokers, 0.0)
+
+    def carry(self, sender: Broker, message: Msg, tokens: list[str], served: Set[str]) -> bool:
+        """Takes a message to the other broker; returns whether anybody there seems to want it."""
+        here, there = self._brokers
+        other = there if sender is here else here
+        if not self.is_up or not other.takers(message.subject, tokens, served):
+            return False
+        begun = max(self._world.now, self._stands_until)
+        arrives = max(self._arrivals[other], begun + self.latency_s + other.delay())
+        self._arrivals[other] = arrives
+        generation = self._generation
+        self._world.at(arrives, lambda: self._deliver(generation, arrives, other, message, tokens, served))
+        return True
+
+    def cut(self, seconds: float) -> None:
+        """Loses everything that is on its way, and carries nothing for that time."""
+        self.is_up = False
+        self._generation += 1
+        generation = self._generation
+        self._world.at(self._world.now + seconds, lambda: self._restore(generation))
+
+    def stand_still(self, seconds: float) -> None:
+        self._stands_until = max(self._stands_until, self._world.now + seconds)
+
+    def heal(self) -> None:
+        self.is_up, self._stands_until = True, self._world.now
+
+    def _restore(self, generation: int) -> None:
+        if generation == self._generation:
+            self.is_up = True
+
+    def _deliver(
+        self, generation: int, due_at: float, other: Broker, message: Msg, tokens: list[str], served: Set[str]
+    ) -> None:
+        if generation != self._generation:
+            return
+        if self._world.now < self._stands_until:  # it has stopped since this was sent
+            again = max(self._stands_until, due_at)
+            self._world.at(again, lambda: self._deliver(generation, again, other, message, tokens, served))
+            return
+        other.take_over(message, tokens, served)

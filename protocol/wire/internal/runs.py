@@ -267,10 +267,11 @@ class Unguarded(public.Message, frozen=True, kw_only=True, omit_defaults=True):
     passes_on: bool = False
     """Whether it passes on cancels and resyncs."""
     moved: dict[str, int] = {}
-    """The requests that it has given up there, or has given to another worker or in another attempt, each with the
-    attempt that it was asked about."""
+    """The requests that it has given to another worker or in another attempt, each with the attempt that it was asked
+    about."""
     doubtful: list[str] = []
-    """The requests of which it is about to find out whether that worker has them: they are not confirmed."""
+    """The requests that it has not given to another worker, and that it does not confirm: it is about to find out
+    whether that worker has them, or looks for a worker."""
     number: int = 0
     """The number of the check."""
     network: str = ""

@@ -1,0 +1,158 @@
+"""Random histories of two sites, whose link is cut, stands still and is long: each has a broker, a router and a worker.
+
+A client of the library reads one text, and one terminal, in every history. Unless the link stood still, and delivered
+late what it held, no client is given two different tokens for one place, or new tokens of an attempt that another has
+replaced, and a simple client misses at most what was on its way when the link was cut, and reads nothing twice."""
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.sim.clients import ClientProcess, SimpleClient
+from tests.sim.network import Bridge, Broker
+from tests.sim.system import FrontendProcess, RouterProcess
+from tests.sim.test_histories import HISTORIES
+from tests.sim.world import world
+
+EVENTS = st.lists(
+    st.one_of(
+        st.tuples(st.just("ask"), st.integers(5, 60)),
+        st.tuples(st.just("ask simply"), st.integers(5, 60)),
+        st.tuples(st.just("ask for one message"), st.integers(5, 40)),
+        st.tuples(st.just("cut"), st.sampled_from([0.3, 1.4, 1.8, 2.2, 5.0, 20.0])),
+        st.tuples(st.just("stand still"), st.sampled_from([0.3, 1.0, 1.4, 2.4, 6.0])),
+        st.tuples(st.just("wait"), st.sampled_from([0.05, 0.3, 1.0, 2.5, 8.0])),
+        st.tuples(st.just("cancel"), st.integers(0, 5)),
+        st.tuples(st.just("engine dies"), st.integers(0, 1)),
+        st.tuples(st.just("client's connection breaks"), st.integers(0, 3)),
+    ),
+    min_size=3,
+    max_size=14,
+)
+
+
+class Sites:
+    """Two sites with a link. Clients and routers are at each, so a client and its guardian are on the same side of a
+    cut."""
+
+    def __init__(self, seed: int, latency_s: float, workers_here: int) -> None:
+        self._closing = world(seed)
+        self.world = self._closing.__enter__()
+        self.brokers = [Broker(self.world), Broker(self.world)]
+        self.brokers[1].name = "there"
+        self.bridge = Bridge(self.world, *self.brokers)
+        self.bridge.latency_s = latency_s
+        places = [self.brokers[0]] * workers_here + [self.brokers[1]]
+        self.frontends = [FrontendProcess(self.world, at, f"w{number}") for number, at in enumerate(places)]
+        self.routers = [RouterProcess(self.world, at, f"r{number}") for number, at in enumerate(self.brokers)]
+        self.clients = [ClientProcess(self.world, at, f"c{number}") for number, at in enumerate(self.brokers)]
+        self.simple = [SimpleClient(self.world, at, f"s{number}") for number, at in enumerate(self.brokers)]
+        self.may_repeat = False
+        self.num_asked = 0
+        self.world.run(0.8 + 4 * latency_s)
+
+    def happen(self, event: str, value: float) -> None:
+        self.num_asked += 1
+        which = self.num_asked % 2
+        match event:
+            case "ask":
+                for client in self.clients:
+                    client.ask(round(value), seed=self.num_asked)
+            case "ask simply":
+                for simple in self.simple:
+                    simple.ask(round(value), seed=self.num_asked)
+            case "ask for one message":
+                self.simple[which].ask(round(value), stream=False, seed=self.num_asked)
+            case "cut":
+                self.bridge.cut(value)
+            case "stand still":
+                self.may_repeat = True
+                self.bridge.stand_still(value)
+            case "wait":
+                self.world.run(value)
+            case "cancel":
+                self.clients[which].cancel(round(value))
+            case "engine dies":
+                self.frontends[round(value) % len(self.frontends)].engine_dies()
+            case _:
+                ends = [*self.clients, *self.simple]
+                ends[round(value)].bus.cut(lingers=True)
+        self.world.run(0.05)
+
+    def check(self) -> None:
+        for process in self.world.processes:
+            assert process.faults == [], process
+        for client in self.clients:
+            for asked in client.asked:
+                asked.check()
+        if self.may_repeat:
+            return
+        for listener in (*self.clients, *self.simple):
+            for heard in listener.heard.values():
+                heard.check(ends_are_known=False)
+        for simple in self.simple:
+            for one in simple.asked:
+                places = [token.place for token in one.tokens]
+                assert places == sorted(set(places)), one
+
+    def end(self) -> None:
+        self.bridge.heal()
+        everybody = [*self.clients, *self.simple]
+        self.world.run_until(lambda: not any(client.open() for client in everybody), timeout_s=180.0)
+        self.world.run(70.0)  # in which streams that nobody reads are given up
+        self.check()
+        for client in self.clients:
+            assert all(asked.terminal is not None for asked in client.asked)
+        for frontend in self.frontends:
+            assert frontend.engine is not None
+            assert frontend.engine.load().running == 0, frontend.frontend
+        for router in self.routers:
+            assert len(router.router.flights) == 0, router.router
+
+    def close(self) -> None:
+        self._closing.__exit__(None, None, None)
+
+
+@given(
+    seed=st.integers(0, 2**32),
+    latency_s=st.sampled_from([0.0, 0.02, 0.075]),
+    workers_here=st.integers(0, 1),
+    events=EVENTS,
+)
+@settings(
+    max_examples=max(5, HISTORIES // 3),
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+def test_two_sites_whose_link_fails_give_every_client_one_text(
+    seed: int, latency_s: float, workers_here: int, events: list[tuple[str, float]]
+) -> None:
+    sites = Sites(seed, latency_s, workers_here)
+    try:
+        for event, value in events:
+            sites.happen(event, value)
+            sites.check()
+        sites.end()
+    finally:
+        sites.close()
+
+
+@pytest.mark.parametrize("down_s", [1.5, 2.2, 5.0, 30.0])
+@pytest.mark.parametrize("workers_here", [0, 1])
+def test_a_link_that_is_down_cancels_no_stream_and_a_simple_client_misses_nothing(
+    down_s: float, workers_here: int
+) -> None:
+    sites = Sites(1, 0.02, workers_here)
+    try:
+        for _ in range(2):
+            for client in (sites.clients[0], sites.simple[0]):
+                client.ask(50)
+        sites.world.run(1.5)
+        sites.bridge.cut(down_s)
+        sites.end()
+        for simple in sites.simple[0].asked:
+            assert simple.is_whole
+            assert len(simple.tokens) >= 50 - 2, "no more than what was on its way"
+        assert all(asked.is_whole for asked in sites.clients[0].asked)
+    finally:
+        sites.close()
