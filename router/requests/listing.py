@@ -8,10 +8,9 @@ with a model's name, to which those that serve it listen. The names come from th
 
 import asyncio
 import functools
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection, Sequence
 
-import msgspec
-import structlog
 from msgspec import UNSET
 from nats.aio.msg import Msg
 
@@ -56,7 +55,6 @@ class SystemListing:
         """Receives clients' large requests."""
         self._asking: set[asyncio.Task[None]] = set()
         self._subscriptions: list[Subscription] = []
-        self._log = structlog.get_logger()
 
     def __repr__(self) -> str:
         return f"<SystemListing of {self._part!r}, {len(self._asking)} asking>"
@@ -138,10 +136,18 @@ class SystemListing:
             model = next(iter(missing))
             del missing[model]
             part = await self._ask(model, wanted, encoding, tenant, most)
-            if part is not None:
-                found.append(part)
-                for served in part.models:
-                    missing.pop(served.model, None)
+            if part is None:
+                continue
+            found.append(part)
+            while part is not None and part.next is not UNSET:  # more models than fit in a message
+                more = messages.ModelsRequest(model=asked.model, after=part.next, limit=0)
+                part = await self._ask(model, more, encoding, tenant, most)
+                found += [part] if part is not None else []
+            covered = {served.model for one in found for served in one.models}
+            if model not in covered:  # its last worker has left; the card of another will name it again
+                self._part.others.pop(model, None)
+            for one in covered:
+                missing.pop(one, None)
         whole = _joined(found)
         if whole is None:
             raise errors.request_error(errors.Code.NO_WORKER, f"no router serves {asked.model!r} now")
@@ -215,25 +221,30 @@ def _joined(found: Sequence[messages.ModelsReply]) -> messages.ModelsReply | Non
     if not found:
         return None
     models = {served.model: served for one in reversed(found) for served in one.models}
-    summaries = [one.summary for one in found if one.summary is not UNSET]
     unserved = {name for one in found for name in one.unserved or []} - models.keys()
     return codec.replace(
         found[0],
         models=[models[name] for name in sorted(models)],
-        summary=_sum(summaries) if summaries else UNSET,
+        summary=_sum(models.values()),
         unserved=UNSET if any(one.unserved is UNSET for one in found) else sorted(unserved),
         truncated=UNSET,
     )
 
 
-def _sum(summaries: Sequence[messages.FleetCounts]) -> messages.FleetCounts:
-    states: dict[str, int] = {}
-    for one in summaries:
-        for state, count in one.states.items():
-            states[state] = states.get(state, 0) + count
-    added = ("models", "workers", "running", "waiting", "generated_tokens")
-    sums = {name: sum(getattr(one, name) for one in summaries) for name in added}
-    return msgspec.structs.replace(summaries[0], states=states, **sums)
+def _sum(models: Collection[messages.ServedModel]) -> messages.FleetCounts:
+    """Counts the workers of all models, each once: several parts may have it."""
+    counts = [one.summary for one in models if one.summary is not UNSET]
+    states: Counter[str] = Counter()
+    for one in counts:
+        states.update(one.states)
+    return messages.FleetCounts(
+        models=len(models),
+        workers=sum(one.workers for one in counts),
+        states=dict(states),
+        running=sum(one.running for one in counts),
+        waiting=sum(one.waiting for one in counts),
+        generated_tokens=sum(one.generated_tokens for one in counts),
+    )
 
 
 def _fitting(

@@ -7,6 +7,7 @@ import signal
 import pytest
 
 from tests.support.exact_client import ask, cards, until_idle, until_ready
+from tests.support.raw_client import PREFIX
 from tests.support.system import System, command
 from tokenbus.client.wire.wire_client import WireClient
 
@@ -103,6 +104,22 @@ async def test_a_router_that_joins_late_knows_what_runs(system: System) -> None:
         for one in await asyncio.gather(*(one.end() for one in told)):
             assert one.terminal.finish_reason in ("length", "cancelled")
         assert await cards(bare)
+
+
+async def test_a_resync_and_a_cancel_are_answered_at_once_though_the_guardian_was_just_killed(system: System) -> None:
+    system.router("guardian")
+    system.worker("worker", *SIM, model="steps-of-50ms")
+    bare = await system.connect()
+    await until_ready(bare, 1)
+    live = await bare.generate({"id": "live", "token_ids": [1, 2, 3], "max_tokens": 2_000, "ignore_eos": True})
+    await live.until(3)
+    system.router("other")
+    await system.until_logged("other", "snapshot_applied")
+    system.signal("guardian", signal.SIGKILL)
+    for verb, answer in (("resync", b'{"found":true}'), ("cancel", b'{"cancelled":true}')):
+        reply = await bare.nats.request(f"{PREFIX}.{verb}.default.live.demo", b'{"offset": 0}', timeout=0.5)
+        assert reply.data == answer
+    assert (await live.terminal())["finish_reason"] == "cancelled"
 
 
 async def test_of_two_fronts_with_one_name_the_earlier_leaves_and_says_so(system: System) -> None:

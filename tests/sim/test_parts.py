@@ -82,6 +82,18 @@ def test_a_router_of_another_part_lists_the_model_too(parts: Parts, fields: dict
     assert [card.worker_id for card in reply.cards] == ([] if fields.get("limit") == 0 else ["w0"])
 
 
+def test_a_model_that_two_parts_have_is_counted_once_and_one_without_workers_not_at_all(parts: Parts) -> None:
+    RouterProcess(parts.world, parts.broker, "both", ("o*", "s*"))
+    parts.world.run(1.0)
+    for name in ("s-gone", MODEL):
+        parts.other.router._part.others[name] = None
+    for _ in range(2):
+        reply = parts.listed()
+        assert [one.model for one in reply.models] == [MODEL]
+        assert reply.summary
+        assert (reply.summary.models, reply.summary.workers) == (1, 1)
+
+
 def test_models_whose_routers_are_gone_are_left_out(parts: Parts) -> None:
     for router in parts.own:
         kill(router.process, router.bus)
