@@ -17,7 +17,9 @@ from nats.aio.msg import Msg
 
 from tokenbus.protocol import tasks
 from tokenbus.protocol.bus.bus import OutboundBufferLimitError, OwnedBus
+from tokenbus.protocol.ttl_cache import TTLCache
 from tokenbus.protocol.wire import codec, errors, internal, limits, messages, subjects
+from tokenbus.protocol.wire.checks import validation
 from tokenbus.router.fleet.fleet import Fleet
 from tokenbus.router.fleet.model_part import ModelPart
 from tokenbus.router.requests.lifecycle import RequestLifecycle
@@ -28,6 +30,7 @@ from tokenbus.router.workers.worker import Worker
 _cards = codec.Decoder(messages.Card)
 _events = codec.Decoder(internal.Events)
 _seals = codec.Decoder(internal.Seal)
+_beats = codec.Decoder(internal.Beat)
 _parts = codec.Decoder(internal.SnapshotPart)
 
 _TICK_S = 0.1
@@ -35,6 +38,8 @@ _BROKER_SILENT_S = 1.0
 """A broker that has sent nothing for this long has not delivered workers' events either."""
 _DISCOVERY_INTERVAL_S = 0.5
 """Unknown workers are asked for their cards at most this often."""
+_REFUSED_TTL_S = 30.0
+_MAX_REFUSED = 1_024
 _SNAPSHOT_RETRY_S = 1.0
 """A missing snapshot is requested again after this."""
 
@@ -70,17 +75,22 @@ class FleetWatch:
         self._inbox = bus.new_inbox()
         self._secret = secrets.token_bytes(16)
         self._discovered_at = 0.0
+        self._refused_beats: TTLCache[bool] = TTLCache(_REFUSED_TTL_S, _MAX_REFUSED)
+        """The subjects of refused beats, each logged now and then."""
         self._ignore_silence_until = 0.0
         self._confirming: asyncio.Task[None] | None = None
         """Confirms that silent workers are lost, while there are any."""
+        self._follows_beats = True
         self._log = structlog.get_logger()
 
     async def open(self) -> None:
         """Subscribes, asks every worker for its card, and returns once they have had time to answer."""
         await self._bus.subscribe(self._names.all_cards, self._on_card)
+        self._bus.on_permissions_violation = self._on_permissions_violation
         if self._part.is_whole:
             await self._bus.subscribe(self._names.all_events, self._on_events)
             await self._bus.subscribe(self._names.all_seals, self._on_seal)
+            await self._bus.subscribe(self._names.all_beats, self._on_beat)
         for model in self._part.first_names():
             self._on_name(model, is_model=True)
         await self._bus.subscribe(f"{self._inbox}.*.*.*", self._on_snapshot_part)
@@ -93,6 +103,7 @@ class FleetWatch:
         events, seals = self._names.events_of(model)
         await self._bus.subscribe(events, self._on_events)
         await self._bus.subscribe(seals, self._on_seal)
+        await self._bus.subscribe(self._names.beats_of(model), self._on_beat)
 
     async def watch(self) -> None:
         """Watches for silence and for gaps in event logs, until cancelled."""
@@ -137,6 +148,7 @@ class FleetWatch:
         for worker in self._fleet.snapshots_due(now, _SNAPSHOT_RETRY_S):
             subject = self._names.worker(worker.card.model, worker.card.worker_id, "snapshot")
             request = self._recovery.snapshot_request(worker, room_bytes)
+            request = codec.replace(request, follows_beats=self._follows_beats)
             self._ask(subject, self._snapshot_inbox(worker.card.address), codec.encode(request))
 
     async def _confirm_lost(self, now: float) -> None:
@@ -210,6 +222,34 @@ class FleetWatch:
             self._log.warning("worker_ejected", worker_id=worker_id, model=worker.card.model, pause_s=round(pause_s, 1))
         else:
             self._log.info("worker_readmitted", worker_id=worker_id, model=worker.card.model)
+
+    def _on_beat(self, message: Msg) -> None:
+        try:
+            beat = _beats.decode(message.data)
+            model, process = self._names.parse_beat(message.subject)
+            validation.check_beat(beat)
+        except (errors.RequestError, ValueError) as error:
+            self._log.error("beat_refused", subject=message.subject, error=str(error))
+            return
+        now = time.monotonic()
+        update = self._fleet.apply_beat(model, process, beat, now)
+        self._metrics.beats.inc()
+        self._metrics.lost_events.inc(update.num_lost)
+        if update.refused and self._refused_beats.get(message.subject, now) is None:
+            self._refused_beats.put(message.subject, True, now)
+            problem = "it speaks for workers of another process, or contradicts their event logs"
+            self._log.error("beat_refused", subject=message.subject, worker_ids=update.refused[:8], error=problem)
+        if update.back:
+            self._lifecycle.place_waiting()
+        if update.strange and now - self._discovered_at > _DISCOVERY_INTERVAL_S:
+            self._discover()
+
+    def _on_permissions_violation(self, words: str) -> None:
+        """Learns that the broker's permissions are of an earlier version: workers must then not rely on beats."""
+        if self._follows_beats and f"{self._names.prefix}.beat.".lower() in words.lower():
+            self._follows_beats = False
+            self._fleet.mark_all_behind()  # asks every worker again, and tells it so
+            self._log.warning("beats_not_permitted", subject=self._names.all_beats)
 
     def _on_seal(self, message: Msg) -> None:
         try:

@@ -69,10 +69,9 @@ class WorkerProcess:
         self._process = EngineProcess(settings.log.variables())
         self._metrics = WorkerMetrics()
         self._name = settings.worker_id or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
-        self._connections = [
-            Connection(settings.broker, f"worker {self._name}{suffix}") for suffix in ("", " incoming")
-        ]
-        self._line = Lifeline(*self._connections)
+        outgoing, incoming = (Connection(settings.broker, f"worker {self._name}{of}") for of in ("", " incoming"))
+        self._connections = (outgoing, incoming)
+        self._line = Lifeline(outgoing, incoming, subjects.Subjects(settings.prefix), self._name)
         self._tracer: tracing.Tracer = tracing.NoopTracer()
         self._is_single = sum(model.replicas for model in settings.models) == 1
         self._on_demand = OnDemandModels(settings, self._metrics, self._name)

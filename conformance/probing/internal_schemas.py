@@ -15,6 +15,7 @@ from tokenbus.conformance.probing.field_types import (
 )
 
 SEAL: Schema = {"epoch": schemas.EPOCH, "seq": COUNT}
+BEAT: Schema = {"epoch": schemas.EPOCH, "next_ms": DURATION, "seqs": field_types.MAP}
 _RUN_OF_BLOCKS = field_types.MAP
 _STARTED: Schema = {"id": NAME, "stream_no": COUNT, "attempt": POSITIVE, "prompt_tokens": COUNT, "router_id": NAME}
 _FETCHED: Schema = {

@@ -231,6 +231,13 @@ _FLEET = (
         ),
     ),
     Panel(
+        "Beats",
+        "Signs of life of worker processes, each for all its idle workers. If there are none although workers are "
+        "idle, a router of an earlier version is running, or permissions forbid them.",
+        "short",
+        (Query(rate(f"{_P}_beats_total", ROUTER_FILTER, "instance"), _NAME),),
+    ),
+    Panel(
         "Requests whose worker was lost or left",
         "If `stale` grows, live workers are mistaken for lost: look for a slow network or frozen machines. If "
         "`forgotten` does, prompts take more memory than routers have: add routers.",

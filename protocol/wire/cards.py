@@ -236,6 +236,8 @@ class Card(Message, frozen=True, kw_only=True, omit_defaults=True):
     site: str = ""
     """The place where it runs, as its operator names it. Routers prefer workers of their own site, and workers fetch KV
     blocks only from those of theirs; absent where it was given none."""
+    process: str = ""
+    """Name of the process whose beats speak for it while it is idle; absent where only its own entries do."""
     loadable: bool = False
     """The model is not loaded, or is being unloaded, and a `load` without a `model` loads it. Meanwhile its state is
     `draining`, and it takes no requests. Until first loaded, it has no features, and its numbers are estimates."""

@@ -88,12 +88,21 @@ TICK_S = 0.25
 """Every process checks its timers this often."""
 STREAM_KEEPALIVE_S = 5.0
 """A stream with nothing to send sends an empty chunk this often."""
+FIRST_EVENT_SEQ = 1
+"""Number of the first entry of an event log. Routers that know no beats expect 0, so they ask for a snapshot, and the
+worker learns that they need an entry every 250 ms."""
 HEARTBEAT_S = 0.25
-"""A worker's event log carries at least one message in this time."""
+"""The event log of a worker that is not idle carries at least one message in this time."""
+BEAT_S = 1.0
+"""A process speaks for its idle workers at least this often."""
+MAX_BEAT_S = 10.0
+"""The longest time that a beat can promise to be followed by another within."""
+MAX_PROCESS_WORKERS = 1_024
+"""Workers that one beat can speak for."""
 WORKER_SUSPECT_AFTER_S = 1.0
-"""Silence after which a worker gets no new requests."""
+"""Silence after which a worker gets no new requests; twice the promised time if that is longer."""
 WORKER_LOST_AFTER_S = 2.0
-"""Silence after which a worker counts as lost."""
+"""Silence after which a worker counts as lost; four times the promised time if that is longer."""
 DISCOVERY_WAIT_S = 0.5
 """A router collects cards for this long before it takes requests."""
 ACCEPT_TIMEOUT_S = 0.5

@@ -162,6 +162,7 @@ class Subjects:
         self.all_cards = f"{prefix}.card.*.*"
         self.all_events = f"{prefix}.events.*.*"
         self.all_seals = f"{prefix}.events.*.*.seal"
+        self.all_beats = f"{prefix}.beat.*.*"
         self.all_resyncs = (f"{prefix}.resync.*", f"{prefix}.resync.*.*", f"{prefix}.resync.*.*.*")
         self.all_guards = (f"{prefix}.guard.*", f"{prefix}.guard.*.*")
         self.all_cancels = (f"{prefix}.cancel.*", f"{prefix}.cancel.*.*", f"{prefix}.cancel.*.*.*")
@@ -252,6 +253,12 @@ class Subjects:
     def seal(self, model: str, worker_id: str) -> str:
         return f"{self.events(model, worker_id)}.seal"
 
+    def beat(self, model: str, process: str) -> str:
+        return f"{self.prefix}.beat.{encode_name(model)}.{encode_name(process)}"
+
+    def beats_of(self, model: str) -> str:
+        return f"{self.prefix}.beat.{encode_name(model)}.*"
+
     def guard(self, model: str, worker_id: str | None = None) -> str:
         """Returns the subject on which a router is asked to guard a request of a model, by a worker or by another
         router."""
@@ -340,6 +347,11 @@ class Subjects:
     def parse_worker(self, subject: str) -> WorkerAddress:
         """Parses a `card`, `events` or seal subject. Raises ValueError for a name that is not encoded properly."""
         return decode_worker(".".join(self._tail(subject)[1:3]))
+
+    def parse_beat(self, subject: str) -> tuple[str, str]:
+        """Returns the model and the process in a `beat` subject. Raises ValueError for a name that is not encoded
+        properly."""
+        return decode_worker(".".join(self._tail(subject)[1:]))
 
     def _with_tenant(self, verb: str, model: str, tenant: str) -> str:
         subject = f"{self.prefix}.{verb}.{encode_name(model)}"

@@ -18,6 +18,9 @@ from typing import NamedTuple
 from tokenbus.protocol.ttl_cache import TTLCache
 from tokenbus.protocol.wire import codec, internal, limits, messages
 from tokenbus.protocol.wire.subjects import WorkerAddress, epoch_sort_key
+from tokenbus.router.fleet import beats
+from tokenbus.router.fleet.beats import BeatUpdate
+from tokenbus.router.fleet.plausibility import implausibility
 from tokenbus.router.fleet.stats import DecisionStats
 from tokenbus.router.placement.model_workers import ModelWorkers
 from tokenbus.router.placement.placement import NoWorker, Placement, PlacementOptions, PlacementRequest
@@ -34,19 +37,6 @@ MAX_SNAPSHOTS = 32
 4,096 blocks each are some 70 MB."""
 _REFUSAL_TTL_S = 30.0
 """A refused card is rechecked after this time: the workers that it contradicts may be gone."""
-_MIN_VALUES = {
-    "context_length": 1,
-    "max_num_seqs": 0,
-    "max_num_batched_tokens": 0,
-    "kv_block_size": 1,
-    "total_kv_blocks": 0,
-    "host_kv_blocks": 0,
-    "kv_token_bytes": 0,
-}
-"""The numbers in a card that placement uses, each with its minimum."""
-_MAX_VALUE = 2**31 - 1
-_MAX_CARD_BYTES = 65_536
-"""A typical card has one or two thousand. A router keeps all cards and shows them in its reply to `models`."""
 _BOOKING_TTL_S = 5.0
 """A booking not confirmed by an event within this time is dropped: its request was lost in transit."""
 _MAX_DEVICES = 64
@@ -108,7 +98,7 @@ class Fleet:
             return FleetUpdate(left=current is not None)
         if known is not None and current is None and not _is_superseded(known, card.epoch, now):
             return FleetUpdate()
-        if refusal := _implausibility(card) or self.model(card.model).incompatibility(card):
+        if refusal := implausibility(card) or self.model(card.model).incompatibility(card):
             key = incarnation_key(card.address, card.epoch)
             is_new = self._refused.get(key, now) is None  # logged once, though workers repeat their cards
             refused = messages.RefusedCard(worker_id=card.worker_id, model=card.model, reason=refusal)
@@ -146,12 +136,25 @@ class Fleet:
         worker.load, worker.state, worker.has_no_responders = events.load, events.state, False
         if events.health is not None and len(events.health.devices) <= _MAX_DEVICES:
             worker.health = events.health
-        worker.last_seen_at, worker.lease_expired = now, False  # inlined: this is the hottest path
+        worker.renew_lease(now)
         ready = worker.log.receive(events)
         self._apply(worker, ready, now)
         if not ready:
             self._refresh(worker)
         return FleetUpdate(worker, ready, tuple(events.finished))
+
+    def apply_beat(self, model: str, process: str, beat: internal.Beat, now: float) -> BeatUpdate:
+        """Applies a process's sign of life for its idle workers. Those that are strange should be discovered."""
+        update = beats.apply(self._workers, model, process, beat, now)
+        for worker in update.heard:
+            self._models[model].mark_heard(worker)
+        for worker in update.back:
+            self._refresh(worker)
+        self.stats.refused_messages += bool(update.refused)
+        keys = {name: incarnation_key(WorkerAddress(model, name), beat.epoch) for name in update.strange}
+        expected = (self._refused, self._superseded)
+        strange = [name for name, key in keys.items() if all(one.get(key, now) is None for one in expected)]
+        return update._replace(strange=strange)
 
     def apply_seal(self, address: WorkerAddress, seal: internal.Seal, now: float) -> None:
         """Records that everything that belongs to an entry of a worker's event log has reached the broker."""
@@ -199,10 +202,10 @@ class Fleet:
         for worker in self._workers.values():
             worker.log.mark_behind()
 
-    def last_event_seq(self, card: messages.Card) -> int | None:
-        """Returns the number of this incarnation's latest event. As long as it grows, the worker is alive."""
+    def signs_of_life(self, card: messages.Card) -> int | None:
+        """Returns how often this incarnation was heard of. As long as that grows, the worker is alive."""
         worker = self._current(card)
-        return None if worker is None else worker.log.seq
+        return None if worker is None else worker.num_signs
 
     # Leases
 
@@ -414,17 +417,4 @@ def _is_superseded(known: Worker, epoch: str, now: float) -> bool:
     one has been silent long enough to be lost."""
     if epoch_sort_key(epoch) > epoch_sort_key(known.card.epoch):
         return True
-    return now - known.last_seen_at >= limits.WORKER_LOST_AFTER_S
-
-
-def _implausibility(card: messages.Card) -> str | None:
-    """Returns why a card is implausible regardless of the model's other workers, or None if it is plausible."""
-    if (size := len(codec.encode(card))) > _MAX_CARD_BYTES:
-        return f"it has {size} bytes, more than {_MAX_CARD_BYTES}"
-    if len(card.site.encode()) > limits.MAX_NAME_BYTES:
-        return f"its site has more than {limits.MAX_NAME_BYTES} bytes"
-    for name, least in _MIN_VALUES.items():
-        number = getattr(card, name)
-        if number is not None and not least <= number <= _MAX_VALUE:
-            return f"its {name} is {number}; it must be {least} to {_MAX_VALUE}"
-    return None
+    return known.is_silent(now)

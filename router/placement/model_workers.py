@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 import numpy as np
 
 from tokenbus.protocol.ttl_cache import TTLCache
-from tokenbus.protocol.wire import internal, limits, messages
+from tokenbus.protocol.wire import internal, messages
 from tokenbus.router.placement import remote_prefills
 from tokenbus.router.placement.adapters import has_all
 from tokenbus.router.placement.kv_exchange import FetchPlanner, HolderCandidate
@@ -55,7 +55,7 @@ class ModelWorkers:
         self._distances = Distances(own_site)
         self._workers: dict[str, Worker] = {}
         self._by_row: list[Worker | None] = []
-        self._table = WorkerTable(limits.WORKER_SUSPECT_AFTER_S, MAX_STEP_AGE_MS)
+        self._table = WorkerTable(MAX_STEP_AGE_MS)
         self._index = PrefixIndex()
         self._predictions = Predictions()
         self._waits = PrefixWaits()
@@ -116,6 +116,10 @@ class ModelWorkers:
     def refresh(self, worker: Worker) -> None:
         """Updates a worker's row of the table; call it whenever its state, load or bookings have changed."""
         self._table.update(worker.row, worker.row_values())
+
+    def mark_heard(self, worker: Worker) -> None:
+        """Records that a worker was heard of, and that nothing else has changed."""
+        self._table.mark_heard(worker.row, worker.last_seen_at + worker.suspect_after_s)
 
     def apply(self, worker: Worker, events: internal.Events, now: float) -> None:
         """Applies an entry of a worker's event log: its blocks, load and speed."""

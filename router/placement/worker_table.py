@@ -28,7 +28,7 @@ _PEAK_DECAY_S = 600.0
 """After this time a third of its peak work still counts."""
 _HALF_UTILIZED_SHARE = 0.05
 """The share of its peak work at which a worker counts as half utilized."""
-_LATE_EVENT_S = 0.5
+_LATE_EVENT_S = 0.9
 """After this much silence a worker may have been ineligible, so eligibility is recomputed."""
 _UTILIZATION_TTL_S = 0.05
 """The time for which a computed utilization is reused."""
@@ -55,11 +55,9 @@ _COLUMN = {name: at for at, name in enumerate(WorkerRow._fields)}
 class WorkerTable:
     """The numbers of one model's workers.
 
-    A worker that has been silent for `silent_s`, or whose engine's step is older than `max_step_age_ms`, is not
-    eligible."""
+    A worker that counts as silent, or whose engine's step is older than `max_step_age_ms`, is not eligible."""
 
-    def __init__(self, silent_s: float, max_step_age_ms: float) -> None:
-        self._silent_s = silent_s
+    def __init__(self, max_step_age_ms: float) -> None:
         self._max_step_age_ms = max_step_age_ms
         self._values = np.zeros((len(WorkerRow._fields), _FIRST_ROWS))
         self._work = np.zeros(_FIRST_ROWS)
@@ -90,8 +88,8 @@ class WorkerTable:
         else:
             # no other change to a row can affect eligibility before the time last computed
             was_late, is_late = known.step_age_ms > self._max_step_age_ms, values.step_age_ms > self._max_step_age_ms
-            is_back = values.last_seen_at - known.last_seen_at > _LATE_EVENT_S
-            if is_back or was_late != is_late or _kind(values) != _kind(known):
+            self.mark_heard(row, values.silent_at)
+            if was_late != is_late or _kind(values) != _kind(known):
                 self._eligible = self._eligible._replace(until=-math.inf)
             for at in range(_FIRST_DERIVED):
                 if values[at] != known[at]:
@@ -100,6 +98,13 @@ class WorkerTable:
             self._utilization_at = -math.inf  # its first requests
         if known is None or values.requests != known.requests or values.prefill_tokens != known.prefill_tokens:
             self._values[_COLUMN["wait_s"], row] = self._wait_s(row, values)
+
+    def mark_heard(self, row: int, silent_at: float) -> None:
+        """Records a sign of life: the worker counts as silent from `silent_at` on."""
+        before = self._values[1, row]
+        if not 0.0 <= silent_at - before <= _LATE_EVENT_S:
+            self._eligible = self._eligible._replace(until=-math.inf)
+        self._values[1, row] = silent_at
 
     def matches(self, row: int, values: WorkerRow) -> bool:
         """Whether a worker's own numbers equal these."""
@@ -128,13 +133,13 @@ class WorkerTable:
         """Returns the rows of workers that may be given a prompt of that length now."""
         if now < self._eligible.until and num_tokens < self._eligible.min_context:
             return self._eligible.rows
-        is_open, last_seen_at, step_age_ms, context_length = self._values[:4]
-        fits = last_seen_at > now - self._silent_s
+        is_open, silent_at, step_age_ms, context_length = self._values[:4]
+        fits = silent_at > now
         fits &= is_open > 0
         fits &= step_age_ms <= self._max_step_age_ms
         rows: Rows = fits.nonzero()[0]
         if len(rows):
-            until = float(last_seen_at[rows].min()) + self._silent_s
+            until = float(silent_at[rows].min())
             self._eligible = _Eligible(rows, self._serving(rows), until, float(context_length[rows].min()))
         long_enough: Rows = rows[context_length[rows] > num_tokens]
         return long_enough

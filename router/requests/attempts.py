@@ -269,7 +269,7 @@ class Attempts:
         card = worker.card
         timeout_s, unanswered_s = limits.ACCEPT_TIMEOUT_S, 0.0
         while unanswered_s < _GIVE_UP_S:
-            last_event = self._fleet.last_event_seq(card)
+            signs = self._fleet.signs_of_life(card)
             waited_s = _RETRY_S
             if flight.has_new_tokens and flight.ended_by == card.worker_id:
                 self.accept(flight, card)  # its terminal was sent: a drop would be refused
@@ -299,8 +299,8 @@ class Attempts:
             if self._fleet.is_lost(card):
                 self._fleet.remove(card)
                 return Revocation.LOST
-            # Only time in which the worker's events kept coming counts: a partition must not end the request.
-            if self._fleet.last_event_seq(card) != last_event:
+            # Only time in which the worker was heard of counts: a partition must not end the request.
+            if self._fleet.signs_of_life(card) != signs:
                 unanswered_s += waited_s
         raise errors.request_error(errors.Code.WORKER_LOST, f"worker {card.worker_id} no longer answers")
 

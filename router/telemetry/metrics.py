@@ -111,6 +111,7 @@ class RouterMetrics(MetricFamilies):
             f"{_P}_prompts_forgotten", "Requests that can't survive their worker: no memory for prompts."
         )
         self.lost_events = Counter(f"{_P}_events_lost", "Entries of workers' event logs that were never received.")
+        self.beats = Counter(f"{_P}_beats", "Beats of worker processes, each for all their idle workers.")
         self.snapshots = Counter(f"{_P}_snapshots", "Snapshots that closed a gap in a worker's event log.")
         for phase in _PHASES:
             self.phases.labels(phase)

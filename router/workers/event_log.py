@@ -1,8 +1,9 @@
 """Follows one worker's numbered event log: detects gaps, and closes them with a snapshot.
 
-Events are numbered from 0 without gaps. An event whose number is too high means that some were lost: from then on
-events are buffered, and a snapshot is requested. A snapshot arrives in parts and says after which event it was taken.
-The state is complete again once all parts have arrived and the buffered events continue at exactly the next number.
+Events are numbered without gaps, from 1, or from 0 by workers of earlier versions. An event whose number is too high
+means that some were lost: from then on events are buffered, and a snapshot is requested. A snapshot arrives in parts
+and says after which event it was taken. The state is complete again once all parts have arrived and the buffered events
+continue at exactly the next number.
 
 An event precedes the chunks with its tokens. It is *sealed* once something has arrived that the worker sent after these
 chunks: then they have reached the broker too. An event with tokens proves nothing about the one before it, since the
@@ -62,7 +63,9 @@ class WorkerEventLog:
     behind:  event         --> buffered          last part     --> live, snapshot and later events applied
     """
 
-    def __init__(self) -> None:
+    def __init__(self, first_seq: int = 0) -> None:
+        """`first_seq` is the number of the worker's first event."""
+        self._first_seq = first_seq
         self.seq: int | None = None
         self.sealed_seq = -1
         """Everything that belongs to this event and earlier ones has reached the broker."""
@@ -82,14 +85,13 @@ class WorkerEventLog:
 
     def receive(self, events: internal.Events) -> tuple[internal.Events, ...]:
         """Receives an event; returns it if it is to be applied now, or nothing if it is old or must wait."""
-        if self.seq is None and events.seq == 0:
+        if self.seq is None and events.seq == self._first_seq:
             self.is_behind = False  # followed from its first event on, so nothing is missing
-        last = -1 if self.seq is None else self.seq
+        last = self._first_seq - 1 if self.seq is None else self.seq
         if events.seq <= last:
             return ()
         if events.seq > last + 1 and not self.is_behind:
-            self.num_lost = min(self.num_lost + events.seq - last - 1, _MAX_LOST)
-            self.mark_behind()
+            self._lose(events.seq - last - 1)
         self.seq = events.seq
         if not events.token_ids:
             self.sealed_seq = events.seq - 1
@@ -101,6 +103,22 @@ class WorkerEventLog:
         self._buffer.append(events)
         self._buffered_bytes += size
         return ()
+
+    def confirm(self, seq: int) -> bool:
+        """Receives the number of the last event, from a worker that has published nothing since; returns False for a
+        number that it can't have."""
+        last = self._first_seq - 1 if self.seq is None else self.seq
+        if seq < last:
+            return False
+        if seq == last:
+            self.sealed_seq = seq
+        elif not self.is_behind:
+            self._lose(seq - last)
+        return True
+
+    def _lose(self, num_events: int) -> None:
+        self.num_lost = min(self.num_lost + num_events, _MAX_LOST)
+        self.mark_behind()
 
     def seal(self, seq: int) -> None:
         """Records that everything that belongs to an event has reached the broker."""

@@ -93,7 +93,8 @@ class WorkerRow(NamedTuple):
 
     is_open: bool
     """Whether it may be given work, unless it is silent or stuck."""
-    last_seen_at: float
+    silent_at: float
+    """From this time on it counts as silent, unless it is heard of."""
     step_age_ms: float
     context_length: int
     is_prefill: bool
@@ -142,11 +143,16 @@ class Worker:
         self.load = messages.Load()
         self.health: messages.WorkerHealth | None = None
         self.last_seen_at = now
+        self.num_signs = 0
+        self.suspect_after_s = limits.WORKER_SUSPECT_AFTER_S
+        """Silence after which it gets no new requests."""
+        self._lost_after_s = limits.WORKER_LOST_AFTER_S
         self.lease_expired = False
         """It was silent for too long: it gets no requests, and its own are being recovered."""
         self.has_no_responders = False
         """Its subject had no subscriber when it was last sent a request, and it has published no event since."""
-        self.log = WorkerEventLog()
+        # only workers whose process sends beats begin with 1
+        self.log = WorkerEventLog(limits.FIRST_EVENT_SEQ if card.process else 0)
         self.bookings: dict[str, Booking] = {}
         self.running: set[str] = set()
         """Keys of the requests that it reports having, whichever router placed them."""
@@ -223,9 +229,18 @@ class Worker:
             return "ejected"
         return "loadable" if self.card.loadable else str(self.state)
 
-    def renew_lease(self, now: float) -> None:
-        """Records a sign of life."""
+    def renew_lease(self, now: float, next_s: float = limits.HEARTBEAT_S) -> None:
+        """Records a sign of life, and within which time there will be another."""
         self.last_seen_at, self.lease_expired = now, False
+        self.num_signs += 1
+        self.suspect_after_s = max(limits.WORKER_SUSPECT_AFTER_S, 2 * next_s)
+        self._lost_after_s = max(limits.WORKER_LOST_AFTER_S, 4 * next_s)
+
+    def is_silent(self, now: float) -> bool:
+        """Whether it has been silent for so long that it counts as lost."""
+        # one that was given a request no longer rests, whether it has said so or not
+        lost_after_s = limits.WORKER_LOST_AFTER_S if self.bookings else self._lost_after_s
+        return now - self.last_seen_at >= lost_after_s
 
     def supersede(self, successor: messages.Card, now: float) -> None:
         """Records that a later incarnation has announced itself."""
@@ -236,7 +251,7 @@ class Worker:
 
     def is_overdue(self, now: float) -> bool:
         """Whether it has been silent for too long but its lease has not been ended yet."""
-        return not self.lease_expired and now - self.last_seen_at >= limits.WORKER_LOST_AFTER_S
+        return not self.lease_expired and self.is_silent(now)
 
     def tracked_card(self, indexed_blocks: int, now: float) -> messages.Card:
         """Returns its card with its load and this router's view of it, as shown to clients."""
@@ -266,7 +281,7 @@ class Worker:
             and not self.lease_expired
             and not self.has_no_responders
             and most > 0,
-            self.last_seen_at,
+            self.last_seen_at + self.suspect_after_s,
             load.step_age_ms,
             card.context_length,
             card.role is messages.WorkerRole.PREFILL,

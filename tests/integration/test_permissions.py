@@ -344,6 +344,7 @@ async def test_a_client_can_not_reach_workers_others_inboxes_or_others_subjects(
         f"{PREFIX}.cancel.their-id",
         f"{PREFIX}.resync.globex.their-id",
         f"{PREFIX}.events.demo.w-demo",
+        f"{PREFIX}.beat.demo.w-demo",
         f"{PREFIX}.card.demo.w-demo",
         "_INBOX_globex.x",
     ):
@@ -452,6 +453,7 @@ async def test_a_worker_s_credentials_can_not_read_prompts_of_other_models(guard
         f"{PREFIX}.card.demo.w-demo",
         f"{PREFIX}.events.demo.w-demo",
         f"{PREFIX}.events.demo.w-demo.seal",
+        f"{PREFIX}.beat.demo.w-demo",
         f"{PREFIX}.worker.demo.w-demo.run",
     ):
         await worker.publish(subject, b"")

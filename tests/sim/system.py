@@ -9,7 +9,7 @@ from tests.sim.network import Broker
 from tests.sim.sim_bus import SimBus
 from tests.sim.world import Process, World
 from tokenbus.protocol.telemetry.tracing import NoopTracer
-from tokenbus.protocol.wire import subjects
+from tokenbus.protocol.wire import codec, subjects
 from tokenbus.router.serve import Router
 from tokenbus.router.settings import RouterSettings
 from tokenbus.worker.broker.lifeline import Lifeline
@@ -104,7 +104,7 @@ class FrontendProcess:
         self.incoming = SimBus(self.process, broker)
         self.replicas: list[SimReplica] = []
         self._shape = (settings, restart_s, max_num_seqs, token_s)
-        self._line = Lifeline(self.bus, self.incoming)
+        self._line = Lifeline(self.bus, self.incoming, subjects.Subjects(), name)
         for one in (name, *beside):
             self.add(one)
         self._on_reconnect = self.bus.on_reconnect
@@ -154,15 +154,20 @@ class FrontendProcess:
 
 
 class RouterProcess:
-    def __init__(self, world: World, broker: Broker, name: str, patterns: tuple[str, ...] = ()) -> None:
-        """`patterns` are those of the models that it serves."""
+    def __init__(
+        self, world: World, broker: Broker, name: str, patterns: tuple[str, ...] = (), *, knows_beats: bool = True
+    ) -> None:
+        """`patterns` are those of the models that it serves. One that knows no beats is like those of earlier versions."""
         self.name = name
+        self._knows_beats = knows_beats
         self.process = world.process(name)
         self.bus = SimBus(self.process, broker)
         self.process.spawn(self._live(world, RouterSettings(model_patterns=patterns)))
 
     async def _live(self, world: World, settings: RouterSettings) -> None:
         self.router = Router(self.bus, subjects.Subjects(), self.name, settings, world.rng, NoopTracer())
+        if not self._knows_beats:
+            _forget_beats(self.router)
         await self.router.open()
         await self.router.run()
 
@@ -178,6 +183,15 @@ class RouterProcess:
         await self.router.shut_down()
         await asyncio.sleep(0)
         kill(self.process, self.bus)
+
+
+def _forget_beats(router: Router) -> None:
+    """Makes a router take no beats, and expect that every event log begins with entry 0."""
+    fleet, watch = router.fleet, router._watch
+    watch._follows_beats = False
+    watch._on_beat = lambda message: None  # type: ignore[method-assign]
+    apply_card = fleet.apply_card
+    fleet.apply_card = lambda card, now: apply_card(codec.replace(card, process=""), now)  # type: ignore[method-assign]
 
 
 def kill(process: Process, *buses: SimBus, lingers: bool = True) -> None:

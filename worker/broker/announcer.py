@@ -44,7 +44,9 @@ class Announcer:
         role: messages.WorkerRole = messages.WorkerRole.BOTH,
         site: str = "",
         epoch: str | None = None,
+        process: str = "",
     ) -> None:
+        """`process` speaks for the worker while it is idle."""
         self._connection = connection
         self._names = names
         self._card_subject = names.card(model, worker_id)
@@ -54,6 +56,7 @@ class Announcer:
         self.model = model
         self.worker_id = worker_id
         self._role = role
+        self._process = process
         self._site = site
         self.epoch = new_epoch() if epoch is None else epoch
         self.state = ReplicaState.STARTING
@@ -71,7 +74,9 @@ class Announcer:
         """Returns whether any stream is open, so that the broker is to report at once if no router hears the events."""
         self.health: messages.WorkerHealth | None = None
         """Memory and uptime as last read."""
-        self._published_at = 0.0
+        self.published_at = 0.0
+        """When the last event was published, by `time.monotonic`."""
+        self._published_load: messages.Load | None = None
         self.is_muted = False
         """Whether nothing may be published: the old epoch is over and the new one has no connection yet."""
         self._published_blocks = PublishedBlocks()
@@ -202,16 +207,30 @@ class Announcer:
             return False
         if entries:
             self.log.mark_published(entries, self._connection.num_writes)
-            self._published_at = time.monotonic()
+            self.published_at, self._published_load = time.monotonic(), entries[-1].load
         return True
 
     def _to_message(self, entry: internal.Events) -> Outgoing:
         reply = self._unheard_subject if self.has_streams() else ""
         return Outgoing(self._events_subject, codec.encode(entry), reply)
 
-    def tick(self, now: float) -> None:
-        """Publishes an event if none was published for a while. Call it each 0.2 s."""
-        if now - self._published_at >= _NO_HEARTBEAT_S:
+    @property
+    def is_idle(self) -> bool:
+        """Whether the engine has nothing to do."""
+        load = self._load()
+        return not (load.running or load.waiting)
+
+    @property
+    def last_seq(self) -> int | None:
+        """The number of the epoch's last event; None before the first."""
+        is_first = self.is_muted or self.log.next_seq == limits.FIRST_EVENT_SEQ
+        return None if is_first else self.log.next_seq - 1
+
+    def tick(self, now: float, *, is_silent: bool) -> None:
+        """Publishes an event if none was published for a while; if `is_silent`, only if there is something to tell.
+        Call it each 0.2 s."""
+        has_news = not self.log.is_empty or self._published_load != self._load()
+        if (has_news or not is_silent) and now - self.published_at >= _NO_HEARTBEAT_S:
             self.publish_events()
 
     def _load(self) -> messages.Load:
@@ -248,6 +267,7 @@ class Announcer:
             adapters=self.adapters(),
             embeddings=config.embeddings,
             role=self._role,
+            process=self._process,
             site=self._site,
             loadable=self.state.is_loadable,
             takes_passed_on=True,

@@ -123,10 +123,10 @@ class EventLog:
         """Begins with `blocks` in the first entry: for each block, the hash of the block before it and its own."""
         self._worker_id = worker_id
         self._epoch = epoch
-        self.next_seq = 0
+        self.next_seq = limits.FIRST_EVENT_SEQ
         self._num_writes = 0
         """The bus's `num_writes` when the newest entry was queued."""
-        self._unwritten_seq = 0
+        self._unwritten_seq = limits.FIRST_EVENT_SEQ
         """The number of the first entry queued since that write."""
         self._is_cleared = False
         self._removed: list[int] = []
@@ -163,6 +163,11 @@ class EventLog:
     def blocks_cleared(self) -> None:
         """Notes that all blocks are gone: the next entry tells routers to forget them, without listing them."""
         self._removed, self._stored, self._is_cleared = [], {}, True
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the next entry would be a heartbeat, unless load or state have changed."""
+        return self._has_only_tokens
 
     @property
     def _has_only_tokens(self) -> bool:
@@ -257,7 +262,8 @@ class EventLog:
         """Returns the number of the last entry that has left this process, or -1 if none has.
 
         `num_writes` is the number of writes of the bus so far."""
-        return (self._unwritten_seq if num_writes == self._num_writes else self.next_seq) - 1
+        last = (self._unwritten_seq if num_writes == self._num_writes else self.next_seq) - 1
+        return last if last >= limits.FIRST_EVENT_SEQ else -1
 
     def _entry(
         self,

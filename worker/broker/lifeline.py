@@ -1,25 +1,37 @@
-"""Keeps a worker process alive in the eyes of routers: its connections, its fence, and the timer of its replicas.
+"""Keeps a worker process alive in the eyes of routers: its connections, its fence, its beats, its replicas' timer.
 
 All replicas of a process share two connections. Everything that they publish leaves over one, in order, and the fence
 watches that one. Messages from others arrive over the second, so that a flood of them can't delay the broker's answers
 to pings. A process that was frozen, or cut off from the broker, was so with all its replicas: the fence cuts them off
-together, and all begin the same new epoch."""
+together, and all begin the same new epoch.
+
+A replica that has work publishes an entry of its event log every 200 ms. The idle ones are silent, and the process
+speaks for them with one message every 800 ms, a beat (decision 0076). Routers of earlier versions know no beats: while
+there is one, every replica speaks for itself."""
 
 import asyncio
+import contextlib
 import contextvars
 import time
+from collections import defaultdict
 from typing import Protocol
 
 import structlog
+from nats.aio.msg import Msg
 
 from tokenbus.protocol import tasks
-from tokenbus.protocol.bus.bus import OwnedBus, lease_time
-from tokenbus.protocol.wire import limits
+from tokenbus.protocol.bus.bus import OutboundBufferLimitError, OwnedBus, is_no_responders, lease_time
+from tokenbus.protocol.wire import codec, internal, limits, subjects
 from tokenbus.worker.broker.announcer import Announcer, new_epoch
+from tokenbus.worker.broker.earlier_routers import EarlierRouters
 from tokenbus.worker.broker.fence import Fence
 
 _TICK_S = 0.8 * limits.HEARTBEAT_S
 """Less than the promised interval, since the event loop may be busy."""
+_IDLE_TICK_S = 0.4
+"""The same while all replicas are idle. Several pings are answered in the time that the fence allows."""
+_BEAT_S = 2 * _IDLE_TICK_S
+"""Less than `limits.BEAT_S`, which is promised."""
 
 
 class Member(Protocol):
@@ -33,6 +45,11 @@ class Member(Protocol):
         """The streams that are open."""
         ...
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether it has no work that a router waits for."""
+        ...
+
     def epoch_ended(self, next_epoch: str) -> None:
         """Abandons every stream, and publishes nothing until `reconnected`."""
         ...
@@ -41,34 +58,53 @@ class Member(Protocol):
         """Announces the replica again: the connection is back, perhaps in a new epoch."""
         ...
 
-    def tick(self, now: float, gap_s: float) -> None:
-        """Checks the replica's timers, `gap_s` after the last time, by `time.monotonic`."""
+    def tick(self, now: float, gap_s: float, *, is_spoken_for: bool) -> None:
+        """Checks the replica's timers, `gap_s` after the last time, by `time.monotonic`. One that `is_spoken_for`
+        publishes no heartbeats."""
         ...
 
 
 class Lifeline:
     """The connections of one worker process, and what decides whether its replicas may publish."""
 
-    def __init__(self, bus: OwnedBus, incoming: OwnedBus) -> None:
+    def __init__(self, bus: OwnedBus, incoming: OwnedBus, names: subjects.Subjects, process: str) -> None:
         """Replicas publish over `bus` and receive over `incoming`, each through a `BusShare`."""
         self.bus = bus
         self.incoming = incoming
+        self._names = names
+        self.process = process
+        """Its name, unique among the processes that serve a model."""
         self.epoch = new_epoch()
         self.is_muted = False
         """Whether nothing may be published: the old epoch is over and the new one has no connection yet."""
         self._is_given_up = False
         self._fence = Fence(lease_time())
         self._members: dict[Member, contextvars.Context] = {}
+        self._earlier_routers = EarlierRouters(time.monotonic())
+        self._may_beat = True
+        """False once the broker's permissions have forbidden a beat."""
+        self._beat_at = 0.0
+        self.num_beats = 0
+        self._has_work = asyncio.Event()
+        self._is_resting = False
+        """Whether the next tick may come later."""
+        self._inbox = ""
         bus.guard = self._may_publish
         bus.on_reconnect = self._reconnected
+        bus.on_permissions_violation = self._permissions_violated
 
     def __repr__(self) -> str:
-        return f"<Lifeline of {len(self._members)} replicas, {self._fence!r}>"
+        return f"<Lifeline of {len(self._members)} replicas, {self._fence!r}, {self._earlier_routers!r}>"
 
     @property
     def worker_ids(self) -> list[str]:
         """The names of all replicas."""
         return [member.announcer.worker_id for member in self._members]
+
+    @property
+    def num_earlier_routers(self) -> int:
+        """Snapshot inboxes of routers that know no beats."""
+        return len(self._earlier_routers)
 
     def join(self, member: Member) -> None:
         """Looks after a replica from now on, in the present context."""
@@ -78,10 +114,21 @@ class Lifeline:
         """Forgets a replica. Safe to call again."""
         self._members.pop(member, None)
 
+    def snapshot_asked(self, reply: str, *, follows_beats: bool) -> None:
+        """Notes that a router wants a snapshot on its subject `reply`."""
+        if not follows_beats:
+            self._earlier_routers.heard(reply, time.monotonic())
+            self.has_work()
+
+    def has_work(self) -> None:
+        """Ends a longer pause between two ticks: a replica is no longer idle."""
+        if self._is_resting:
+            self._has_work.set()
+
     async def run(self) -> None:
         """Runs until cancelled. Raises ConnectionError once the broker has closed a connection for good."""
         self._fence.reset(lease_time())
-        lives = (self._tick(), self.bus.wait_closed(), self.incoming.wait_closed())
+        lives = (self._live(), self.bus.wait_closed(), self.incoming.wait_closed())
         running = [tasks.awaited(life) for life in lives]
         try:
             await asyncio.gather(*running)
@@ -103,18 +150,73 @@ class Lifeline:
         self._is_given_up = True
         self._fence_off()
 
-    async def _tick(self) -> None:
+    async def _live(self) -> None:
+        self._inbox = self.bus.new_inbox()
+        await self.bus.subscribe(self._inbox, self._on_notice)
         ticked_at = time.monotonic()
         while True:
             self.bus.ping()
-            await asyncio.sleep(_TICK_S)
+            await self._pause()
             now = time.monotonic()
             # before anything is published, so that a pause of the process is noticed
             self._fence.tick(lease_time())
             self.check_fence()
-            for member, context in list(self._members.items()):
-                context.run(member.tick, now, now - ticked_at)
+            self._look_for_earlier_routers(now)
+            self._tick(now, now - ticked_at)
             ticked_at = now
+
+    async def _pause(self) -> None:
+        if not self._is_resting:
+            await asyncio.sleep(_TICK_S)
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_IDLE_TICK_S):
+                await self._has_work.wait()
+        self._has_work.clear()
+
+    def _tick(self, now: float, gap_s: float) -> None:
+        may_beat = self._may_beat and self._earlier_routers.are_none(now)
+        idle = [member for member in self._members if member.is_idle] if may_beat else []
+        self._is_resting = may_beat and len(idle) == len(self._members)
+        spoken_for = set(idle)
+        for member, context in list(self._members.items()):
+            context.run(member.tick, now, gap_s, is_spoken_for=member in spoken_for)
+        # an entry makes routers expect another one soon, unless a beat tells them otherwise
+        has_spoken = any(member.announcer.published_at > self._beat_at for member in idle)
+        if idle and not self.is_muted and (has_spoken or now - self._beat_at >= _BEAT_S - _TICK_S / 2):
+            self._beat(idle)
+
+    def _beat(self, idle: list[Member]) -> None:
+        seqs: defaultdict[str, dict[str, int]] = defaultdict(dict)
+        for member in idle:
+            announcer = member.announcer
+            if announcer.last_seq is not None:
+                seqs[announcer.model][announcer.worker_id] = announcer.last_seq
+        for model, of_model in seqs.items():
+            beat = internal.Beat(epoch=self.epoch, next_ms=1e3 * limits.BEAT_S, seqs=of_model)
+            try:
+                self.bus.publish(self._names.beat(model, self.process), codec.encode(beat))
+            except OutboundBufferLimitError:
+                return  # at the next tick
+        self._beat_at = time.monotonic()
+        self.num_beats += 1
+
+    def _look_for_earlier_routers(self, now: float) -> None:
+        """Asks the broker whether a router that knows no beats is still there: such a router ignores the question."""
+        if not self.is_muted and (inbox := self._earlier_routers.to_probe(now)) is not None:
+            with contextlib.suppress(OutboundBufferLimitError):
+                self.bus.publish(inbox, b"", self._inbox)
+
+    def _on_notice(self, message: Msg) -> None:
+        if is_no_responders(message):
+            self._earlier_routers.gone(time.monotonic())
+
+    def _permissions_violated(self, words: str) -> None:
+        """Learns that the broker's permissions are of an earlier version: replicas then speak for themselves."""
+        if self._may_beat and f"{self._names.prefix}.beat.".lower() in words.lower():
+            self._may_beat = False
+            self.has_work()
+            structlog.get_logger().warning("beats_not_permitted", worker_ids=self.worker_ids)
 
     def _may_publish(self) -> bool:
         """Guards every write. While muted, writes are safe: what the old epoch buffered went with its connection."""
@@ -132,5 +234,6 @@ class Lifeline:
         if self.is_muted:
             self._fence.reset(lease_time())
             self.is_muted = False
+        self._earlier_routers.reconnected(time.monotonic())
         for member, context in self._members.items():
             context.run(member.reconnected)

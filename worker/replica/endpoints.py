@@ -27,6 +27,7 @@ from tokenbus.protocol.wire import block_hash, codec, errors, internal, limits, 
 from tokenbus.protocol.wire.checks import pooling, validation
 from tokenbus.worker.adapters.adapters import Adapters
 from tokenbus.worker.broker.announcer import Announcer
+from tokenbus.worker.broker.lifeline import Lifeline
 from tokenbus.worker.broker.own_subjects import OwnSubjects
 from tokenbus.worker.contract import contract
 from tokenbus.worker.replica.client_requests import ClientRequests
@@ -67,6 +68,7 @@ class WorkerCommands(NamedTuple):
     replaced: Callable[[str], None]
     """Another frontend has started later under the same name; takes the reason to show."""
     load: OnLoad | None
+    line: Lifeline
 
 
 class _Service(NamedTuple):
@@ -121,6 +123,11 @@ class Endpoints:
     def __repr__(self) -> str:
         return f"<Endpoints {len(self._calls)} calls>"
 
+    @property
+    def num_calls(self) -> int:
+        """The calls that wait for their replies."""
+        return len(self._calls)
+
     async def open(self, incoming: Bus, own: OwnSubjects, sender: PartsSender) -> None:
         """Subscribes to every subject, those that others serve of `own` included; from then on the worker can be
         reached.
@@ -174,6 +181,7 @@ class Endpoints:
             self._refuse(service, message, error.error)
             return
         if service.is_call:
+            self._worker.line.has_work()
             task = tasks.background("call", self._answer(service, message, request))
             self._calls[task] = getattr(request, "call_id", None)
             task.add_done_callback(self._calls.pop)
@@ -210,6 +218,7 @@ class Endpoints:
             self._reply(message, messages.UploadReply(error=error.error))
 
     def _run(self, message: Msg, run: internal.Run) -> None:
+        self._worker.line.has_work()
         self._reply(message, self._streams.accept(run, message.headers))
 
     def _control(self, message: Msg, control: internal.Control) -> None:
@@ -300,6 +309,8 @@ class Endpoints:
             )
 
     def _send_snapshot(self, message: Msg, request: internal.SnapshotRequest) -> None:
+        if message.reply:
+            self._worker.line.snapshot_asked(message.reply, follows_beats=request.follows_beats)
         running = self._streams.running_requests(request) if message.reply else None
         if running is not None:  # else the router asks again in a second
             self._reply(message, *self._announcer.snapshot(running))

@@ -64,7 +64,7 @@ class Frontend:
         self._line = line
         self.bus, self._incoming = bus, _ = BusShare(line.bus), BusShare(line.incoming)
         self._names = names
-        self.announcer = Announcer(bus, names, model, worker_id, settings.role, settings.site, line.epoch)
+        self.announcer = Announcer(bus, names, model, worker_id, settings.role, settings.site, line.epoch, line.process)
         telemetry = StreamTelemetry(metrics, tracer, model, worker_id)
         self._outbox = Outbox(bus, self.announcer, telemetry)
         self.adapters = Adapters(self.announcer.publish_card)
@@ -75,7 +75,7 @@ class Frontend:
         self.streams = Streams(self.announcer, self._outbox, telemetry, settings, self.exchange, self.adapters, reach)
         self.drain = Drain()
         self._replaced_by: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        commands = WorkerCommands(self.drain, self.adapters, self.want, self.replaced, on_load)
+        commands = WorkerCommands(self.drain, self.adapters, self.want, self.replaced, on_load, line)
         prefixes = settings.inbox_prefixes
         self._endpoints = Endpoints(bus, names, self.announcer, self.streams, prefixes, commands, metrics)
         self._guardians = Guardians(bus, names, self.announcer, self._outbox, self.streams, reach)
@@ -94,6 +94,11 @@ class Frontend:
     def num_streams(self) -> int:
         """The streams that are open."""
         return len(self.streams)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it has no work that a router waits for."""
+        return not len(self.streams) and not self._endpoints.num_calls and self.announcer.is_idle
 
     @property
     def is_ready(self) -> bool:
@@ -170,14 +175,14 @@ class Frontend:
             self._line.give_up()
             self._replaced_by.set_exception(ReplacedError(reason))
 
-    def tick(self, now: float, gap_s: float) -> None:
-        """Looks after each part, and publishes a heartbeat if one is due."""
+    def tick(self, now: float, gap_s: float, *, is_spoken_for: bool) -> None:
+        """Looks after each part, and publishes an entry if one is due."""
         if not self.announcer.is_muted:
             self._look_after("streams", self.streams.tick)
             self._look_after("guardians", partial(self._guardians.tick, now))
         self._look_after("kv exchange", partial(self.exchange.tick, now))
         self._look_after("engine", partial(self.on_tick, now, gap_s))
-        self._look_after("heartbeat", partial(self.announcer.tick, now))
+        self._look_after("heartbeat", partial(self.announcer.tick, now, is_silent=is_spoken_for))
 
     def _look_after(self, part: str, tick: Callable[[], None]) -> None:
         """Calls `tick`. If that raises, the other parts still run, and this one runs again at the next tick; only the

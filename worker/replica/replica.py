@@ -114,6 +114,7 @@ class Replica(EngineListener):
         self._logged_at = time.monotonic()
         self._log = structlog.get_logger()
         names = subjects.Subjects(settings.prefix)
+        self._line = line
         self.frontend = Frontend(
             line, names, self.served_name, worker_id, settings.frontend, self._metrics, tracer, on_load, on_want
         )
@@ -169,6 +170,7 @@ class Replica(EngineListener):
         """Updates the replica's gauges for a scrape."""
         frontend, engine = self.frontend, self._supervisor.engine
         self._metrics.add_up()
+        self._metrics.earlier_routers.set(self._line.num_earlier_routers)
         self._metrics.loading.set(frontend.announcer.state in (ReplicaState.STARTING, ReplicaState.RESTARTING))
         if self._config is not None:
             self._metrics.update_gauges(engine.load(), self._config)

@@ -163,6 +163,13 @@ def check_take(take: internal.Take) -> None:
     check_ranges(take)
 
 
+def check_beat(beat: internal.Beat) -> None:
+    """Raises RequestError for a beat that no process sends."""
+    check_ranges(beat)
+    if len(beat.seqs) > limits.MAX_PROCESS_WORKERS:
+        raise invalid_field("seqs", f"must name at most {limits.MAX_PROCESS_WORKERS} workers, got {len(beat.seqs)}")
+
+
 def check_key(key: str | None) -> None:
     """Raises RequestError for anything but `<tenant token>:<request id>`."""
     if key is None or not subjects.is_request_key(key):

@@ -15,6 +15,7 @@ from tokenbus.protocol.wire.internal.calls import RerankResult as RerankResult
 from tokenbus.protocol.wire.internal.calls import Tokenize as Tokenize
 from tokenbus.protocol.wire.internal.calls import TokenizeResult as TokenizeResult
 from tokenbus.protocol.wire.internal.calls import TokenizerPart as TokenizerPart
+from tokenbus.protocol.wire.internal.event_log import Beat as Beat
 from tokenbus.protocol.wire.internal.event_log import BlockRun as BlockRun
 from tokenbus.protocol.wire.internal.event_log import Events as Events
 from tokenbus.protocol.wire.internal.event_log import Fetched as Fetched

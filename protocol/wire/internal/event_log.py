@@ -1,8 +1,12 @@
 """The event log of a worker, and the snapshot of what it holds."""
 
+from typing import Annotated
+
 import msgspec
 
+from tokenbus.protocol.wire import limits
 from tokenbus.protocol.wire import messages as public
+from tokenbus.protocol.wire.params import Range
 
 
 class Started(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,7 +73,7 @@ class Events(public.Message, frozen=True, kw_only=True, omit_defaults=True):
     epoch: str
     """The worker's epoch."""
     seq: int
-    """Number of the entry, from 0 in each epoch, without gaps."""
+    """Number of the entry, from 1 in each epoch, without gaps."""
     load: public.Load
     """Load after this event."""
     state: public.WorkerState
@@ -118,6 +122,17 @@ class Seal(public.Message, frozen=True, kw_only=True):
     """Number of the entry."""
 
 
+class Beat(public.Message, frozen=True, kw_only=True):
+    """Speaks for the idle workers of one process."""
+
+    epoch: str
+    """The epoch of all of them."""
+    next_ms: Annotated[float, Range(0, 1e3 * limits.MAX_BEAT_S)]
+    """Time within which they are heard of again, in a beat or in entries of their own."""
+    seqs: dict[str, int]
+    """The last entry of each worker's event log, by the worker's name: it has published nothing since."""
+
+
 class SnapshotRequest(public.Message, frozen=True, kw_only=True, omit_defaults=True):
     """Asks what a worker holds. An empty message asks for no tokens."""
 
@@ -125,6 +140,8 @@ class SnapshotRequest(public.Message, frozen=True, kw_only=True, omit_defaults=T
     """Requests whose sampled tokens are wanted, each with the number of tokens that are known."""
     wants_others: bool = False
     """Whether the tokens of all other requests are wanted too: all that their current attempt has sampled."""
+    follows_beats: bool = False
+    """Whether the router takes beats as signs of life. Routers of earlier versions know none."""
 
 
 class StreamState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

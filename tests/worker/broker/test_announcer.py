@@ -224,7 +224,7 @@ def test_while_the_broker_is_away_nothing_is_lost_and_no_number_is_used() -> Non
     assert (events.seq, events.removed, stored_in(events)) == (before.seq + 1, [], [(ROOT, 10)])
 
 
-def test_a_new_epoch_starts_at_number_zero_and_stores_every_cached_block() -> None:
+def test_a_new_epoch_starts_at_its_first_number_and_stores_every_cached_block() -> None:
     harness = Harness()
     harness.announcer.blocks_changed([], chain(10, 12))
     harness.publish()
@@ -233,7 +233,11 @@ def test_a_new_epoch_starts_at_number_zero_and_stores_every_cached_block() -> No
     assert harness.publish() == []
     harness.announcer.announce_epoch()
     (events,) = harness.published()
-    assert (events.seq, events.removed, stored_in(events)) == (0, [], [(ROOT, 10), (10, 11), (ROOT, 20)])
+    assert (events.seq, events.removed, stored_in(events)) == (
+        limits.FIRST_EVENT_SEQ,
+        [],
+        [(ROOT, 10), (10, 11), (ROOT, 20)],
+    )
 
 
 def test_between_two_epochs_no_step_is_published() -> None:
@@ -269,7 +273,7 @@ def test_a_card_names_the_epoch_before_and_the_last_entry_of_it_that_was_written
     assert harness.fence() == messages.PreviousEpoch(epoch=ended, seq=last.seq)
     harness.bus.num_writes += 1
     ended = harness.announcer.epoch
-    assert harness.fence() == messages.PreviousEpoch(epoch=ended, seq=0)
+    assert harness.fence() == messages.PreviousEpoch(epoch=ended, seq=limits.FIRST_EVENT_SEQ)
 
 
 def test_a_card_names_the_last_sixteen_epochs_that_its_process_has_ended() -> None:

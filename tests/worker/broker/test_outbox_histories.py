@@ -16,7 +16,7 @@ from tests.worker.streams.test_outbox import (
     stream,
     tokens_in,
 )
-from tokenbus.protocol.wire import internal, messages
+from tokenbus.protocol.wire import internal, limits, messages
 from tokenbus.worker.contract import engine_output
 from tokenbus.worker.streams.stream import WorkerStream
 
@@ -119,7 +119,7 @@ class OutboxHistory(RuleBasedStateMachine):
         for one in self.live:
             self.sender.outbox.remove(one.stream)
         self.live = []
-        self.next_seq = 0
+        self.next_seq = limits.FIRST_EVENT_SEQ
         self.sender.announcer.announce_epoch()
         self._read()
 

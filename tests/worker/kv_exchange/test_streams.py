@@ -41,7 +41,7 @@ class Worker(EngineListener):
         self.bus, self.incoming = await self._connect(), await self._connect()
         metrics = ReplicaMetrics(WorkerMetrics(), "demo", self.name)
         settings = FrontendSettings(debug=True)
-        line = Lifeline(self.bus, self.incoming)
+        line = Lifeline(self.bus, self.incoming, NAMES, self.name)
         self.frontend = Frontend(line, NAMES, "demo", self.name, settings, metrics, tracing.NoopTracer())
         await self.frontend.open(self._connect)
         self.engine = thread_engine(lambda _: ArithmeticRunner(exchanging(make_config())))

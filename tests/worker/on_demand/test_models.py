@@ -10,7 +10,7 @@ import pytest
 from tests.support.engines import DEMO
 from tests.support.recording_bus import RecordingBus
 from tokenbus.protocol.telemetry.tracing import NoopTracer
-from tokenbus.protocol.wire import errors, internal
+from tokenbus.protocol.wire import errors, internal, subjects
 from tokenbus.worker.broker.lifeline import Lifeline
 from tokenbus.worker.contract.engine_settings import EngineSettings
 from tokenbus.worker.on_demand.models import LoadListener, OnDemandModels, OnDemandReplica
@@ -113,7 +113,7 @@ async def test_a_model_that_can_not_be_unloaded_does_not_keep_others_out(serve: 
 async def test_a_model_that_was_never_loaded_shows_the_context_that_it_will_have() -> None:
     model = ModelToServe("m", SIM, on_demand=True)
     on_demand = OnDemandModels(WorkerSettings(models=(model,)), WorkerMetrics(), "worker")
-    line = Lifeline(RecordingBus(), RecordingBus())  # type: ignore[arg-type]
+    line = Lifeline(RecordingBus(), RecordingBus(), subjects.Subjects(), "w1")  # type: ignore[arg-type]
     worker = (WorkerSettings(models=(model,)), line, model, "w1", WorkerMetrics(), NoopTracer())
     replica = OnDemandReplica(*worker, lambda control, on_progress: None, on_demand)
     running = asyncio.create_task(replica._run_engines())

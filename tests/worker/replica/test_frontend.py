@@ -21,9 +21,9 @@ from tokenbus.worker.telemetry.metrics import ReplicaMetrics, WorkerMetrics
 
 async def test_a_closed_connection_does_not_hide_why_a_frontend_ended() -> None:
     bus = RecordingBus()
-    line = Lifeline(bus, bus)  # type: ignore[arg-type]
-    metrics = ReplicaMetrics(WorkerMetrics(), "demo", "w1")
     names = subjects.Subjects()
+    line = Lifeline(bus, bus, names, "w1")  # type: ignore[arg-type]
+    metrics = ReplicaMetrics(WorkerMetrics(), "demo", "w1")
     frontend = Frontend(line, names, "demo", "w1", FrontendSettings(), metrics, tracing.NoopTracer())
     frontend.engine_started(thread_engine(lambda _: ArithmeticRunner()), make_config())
     bus.take()
