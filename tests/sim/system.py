@@ -157,7 +157,7 @@ class RouterProcess:
     def __init__(
         self, world: World, broker: Broker, name: str, patterns: tuple[str, ...] = (), *, knows_beats: bool = True
     ) -> None:
-        """`patterns` are those of the models that it serves. One that knows no beats is like those of earlier versions."""
+        """`patterns` are those of its models. One that knows no beats is like those of earlier versions."""
         self.name = name
         self._knows_beats = knows_beats
         self.process = world.process(name)
