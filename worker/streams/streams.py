@@ -420,11 +420,9 @@ class Streams:
         """Keeps a stream that has ended for a while, so that its client can ask for lost chunks."""
         self._forget(stream)
         stream.run = codec.replace(stream.run, token_ids=b"")  # the rest is small
-        # a client that returns too late finds nothing, and can send its request again with what it has
-        if not stream.is_given_up:
-            now = time.monotonic()
-            self._ended.put(stream.key, stream, now, stream.memory_bytes)
-            self.ended_guardians[stream.guardian or ""] = now
+        now = time.monotonic()
+        self._ended.put(stream.key, stream, now, stream.memory_bytes)
+        self.ended_guardians[stream.guardian or ""] = now
         # it may have ended only here, and the engine would continue
         if self._engine is not None:
             self._engine.abort(stream.key)
