@@ -359,9 +359,10 @@ class EngineClient:
             self.listener.observe(report.kv_pool)
         if report.removed or report.stored:
             self.on_kv_events(report.removed, report.stored)
-        self._sequences.start(report.started, now)
-        self._sequences.report_progress(report.progress)
-        self._sequences.report_scored(report.scored)
+        if report.started or report.progress or report.scored:
+            self._sequences.start(report.started, now)
+            self._sequences.report_progress(report.progress)
+            self._sequences.report_scored(report.scored)
         # before any sink runs: regardless of what a sink does, these survived the step
         attribution.step_succeeded(self, (output.seq_no for output in report.outputs))
         for output in report.outputs:

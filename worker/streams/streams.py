@@ -404,7 +404,7 @@ class Streams:
         try:
             if check is not None:
                 check(output)
-            if output.is_resumed:
+            if output.resumed_texts is not None:
                 stream.resume(output)
             elif output.is_constraint_ready:
                 self._outbox.put_head(stream, time.monotonic())
