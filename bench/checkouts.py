@@ -71,7 +71,7 @@ BENCHMARKS: dict[str, tuple[tuple[str, ...], tuple[Figure, ...]]] = {
         ("--rounds", "2", "--requests", "400"),
         (
             Figure("router CPU, µs a request of ids", r"CPU of a request of token ids +([\d.]+)"),
-            Figure("router CPU, µs of text beyond encode", r"CPU of text beyond that +([\d.]+)"),
+            Figure("router CPU, µs of text beyond encode", r"CPU of text beyond that +(-?[\d.]+)"),
             Figure("added p50, ids, ms", r"added p50, ids +(-?[\d.]+)"),
         ),
     ),
