@@ -26,7 +26,8 @@ from tokenbus.router.requests.models import ModelCatalog
 _requests = codec.Decoder(internal.ListingRequest)
 _replies = codec.Decoder(messages.ModelsReply)
 _ANSWER_S = 0.5
-"""A router that does not answer for this long is left out of a listing."""
+"""A router that does not answer for this long is not waited for."""
+_TRIES = 2
 _RESERVE_BYTES = 512
 """Room for what a router adds to another one's page."""
 _MAX_ASKING = 256
@@ -130,21 +131,15 @@ class SystemListing:
     ) -> messages.ModelsReply:
         """Returns the models of all parts, without workers if they do not fit or none are wanted."""
         wanted = codec.replace(asked, after=None)
-        found = [self._own(wanted, encoding, tenant, most)] if asked.model is None else []
+        found = await self._pages(None, wanted, encoding, tenant, most) if asked.model is None else []
         missing = dict.fromkeys(others)
         while missing:
             model = next(iter(missing))
             del missing[model]
-            part = await self._ask(model, wanted, encoding, tenant, most)
-            if part is None:
-                continue
-            found.append(part)
-            while part is not None and part.next is not UNSET:  # more models than fit in a message
-                more = messages.ModelsRequest(model=asked.model, after=part.next, limit=0)
-                part = await self._ask(model, more, encoding, tenant, most)
-                found += [part] if part is not None else []
+            part = await self._pages(model, wanted, encoding, tenant, most)
+            found += part
             covered = {served.model for one in found for served in one.models}
-            if model not in covered:  # its last worker has left; the card of another will name it again
+            if part and model not in covered:  # its last worker has left; the card of another will name it again
                 self._part.others.pop(model, None)
             for one in covered:
                 missing.pop(one, None)
@@ -159,6 +154,20 @@ class SystemListing:
             models = [codec.replace(one, workers=UNSET) for one in models]
             whole = codec.replace(whole, truncated=True)
         return _fitting(codec.replace(whole, models=[], next=UNSET), models, encoding, most)
+
+    async def _pages(
+        self, model: str | None, asked: messages.ModelsRequest, encoding: codec.Encoding, tenant: str, most: int
+    ) -> list[messages.ModelsReply]:
+        """Returns what a router that serves a model serves, or this one without a model: several pages if its models do
+        not fit in a message, none if it does not answer."""
+        pages: list[messages.ModelsReply] = []
+        while not pages or pages[-1].next is not UNSET:
+            page = await self._ask(model, asked, encoding, tenant, most)
+            if page is None or page.next == asked.after:
+                break
+            pages.append(page)
+            asked = messages.ModelsRequest(model=asked.model, after=page.next or None, limit=0)
+        return pages
 
     async def _page(
         self,
@@ -176,10 +185,7 @@ class SystemListing:
         left = [one for one in left if one > after or (one == after and end is not None and end.worker_id is not None)]
         for place, model in enumerate(left):
             wanted = codec.replace(asked, model=model, after=asked.after if model == after else None)
-            if model in own:
-                page: messages.ModelsReply | None = self._own(wanted, encoding, tenant, most)
-            else:
-                page = await self._ask(model, wanted, encoding, tenant, most)
+            page = await self._ask(None if model in own else model, wanted, encoding, tenant, most)
             if page is None or (not page.models and page.next is UNSET):
                 continue
             if page.next is UNSET and place + 1 < len(left) and asked.model is None:
@@ -191,17 +197,27 @@ class SystemListing:
         return codec.replace(self._own(messages.ModelsRequest(limit=0), encoding, tenant, most), models=[], next=UNSET)
 
     async def _ask(
-        self, model: str, asked: messages.ModelsRequest, encoding: codec.Encoding, tenant: str, most: int
+        self, model: str | None, asked: messages.ModelsRequest, encoding: codec.Encoding, tenant: str, most: int
     ) -> messages.ModelsReply | None:
-        """Returns the answer of a router that serves a model; None if there is none, or it does not answer."""
+        """Returns the answer of a router that serves a model, or of this one without a model; None if there is none, or
+        it does not answer."""
+        if model is None:
+            try:
+                return self._own(asked, encoding, tenant, most)
+            except errors.RequestError:  # the last worker has just left
+                return None
         request = internal.ListingRequest(asked=asked, tenant=tenant, encoding=encoding, max_bytes=most)
-        try:
-            outgoing = Outgoing(self._names.listing(model), codec.encode(request))
-            answer = await self._workers.request(outgoing, _ANSWER_S)
-            reply = _replies.decode(answer.data)
-        except (NoRespondersError, TimeoutError, ConnectionError, PayloadTooLargeError, errors.RequestError):
-            return None
-        return reply if reply.error is UNSET else None
+        outgoing = Outgoing(self._names.listing(model), codec.encode(request))
+        for _ in range(_TRIES):
+            try:
+                answer = await self._workers.request(outgoing, _ANSWER_S)
+                reply = _replies.decode(answer.data)
+            except TimeoutError:  # it went to a router that has just died: another may serve the model too
+                continue
+            except (NoRespondersError, ConnectionError, PayloadTooLargeError, errors.RequestError):
+                return None
+            return reply if reply.error is UNSET else None
+        return None
 
     def _on_listing(self, message: Msg) -> None:
         """Answers another router."""
