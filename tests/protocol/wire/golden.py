@@ -80,6 +80,7 @@ FULL_CARD = codec.replace(
     host_kv_blocks=65_536,
     kv_checkpoints=True,
     takes_passed_on=True,
+    process="host-1-101",
     kv_identity="8f1d2c3b4a596877",
     kv_token_bytes=12_288,
     watched=messages.WorkerTracking(events="live", indexed_blocks=11, lost_events=2, booked=1),
@@ -547,6 +548,8 @@ INTERNAL: list[tuple[str, messages.Message]] = [
         "guarded",
         internal.GuardReply(request_id="default:r-1", attempt=2, accepted=True, router_id="router-1"),
     ),
+    ("two idle workers", internal.Beat(epoch="1760000000000-abcdef", next_ms=1_000.0, seqs={"w-1": 41, "w-2": 7})),
+    ("by a router that follows beats", internal.SnapshotRequest(follows_beats=True)),
     (
         "a part of a listing",
         internal.ListingRequest(
