@@ -6,7 +6,7 @@ to pings. A process that was frozen, or cut off from the broker, was so with all
 together, and all begin the same new epoch.
 
 A replica that has work publishes an entry of its event log every 200 ms. The idle ones are silent, and the process
-speaks for them with one message every 800 ms, a beat (decision 0076). Routers of earlier versions know no beats: while
+speaks for them with one message every 800 ms, a beat (decision 0012). Routers of earlier versions know no beats: while
 there is one, every replica speaks for itself."""
 
 import asyncio
