@@ -231,7 +231,7 @@ _FLEET = (
         ),
     ),
     Panel(
-        "Beats",
+        "Beats of worker processes",
         "Signs of life of worker processes, each for all its idle workers. If there are none although workers are "
         "idle, a router of an earlier version is running, or permissions forbid them.",
         "short",

@@ -105,7 +105,7 @@ _REQUESTS = (
     ),
     Panel(
         "Routers of earlier versions",
-        "The subjects on which routers that know no beats want snapshots. Unless it is 0, idle workers cost as much as "
+        "The subjects on which routers that know no beats want snapshots. If it is not 0, idle workers cost as much as "
         "before: finish the upgrade of the routers.",
         "short",
         (Query(max_of(f"{_P}_earlier_routers", WORKER_FILTER, "instance"), "{{instance}}"),),

@@ -77,7 +77,7 @@ class Exchange:
         self.struck_by = ""
         """The subject of the message before which the fault struck."""
         world.run(0.8)
-        # all later requests of this session go to the same worker, until that worker is lost
+        # later requests of this session go to the same worker, unless it is busier by more than that is worth
         self.library.ask(1, session_id="one", worker_id=self.worker.name)
         world.run(0.2)
 

@@ -86,7 +86,7 @@ def test_a_trace_can_be_a_file(tmp_path: Path) -> None:
         (("--prompt", ""), "the prompt is empty"),
         (("--trace", "nothing"), "'nothing' is neither a file nor one of the workloads"),
         (("--trace", "shared:x=1"), "shared has no setting 'x'"),
-        (("--trace", "/"), "/ can't be read: Is a directory"),
+        (("--trace", "/"), "'/' is neither a file nor one of the workloads"),
         (("--json", "/nowhere/at/all.json"), "/nowhere/at/all.json can't be written"),
         (("--html", "/"), "/ can't be written"),
     ],

@@ -39,22 +39,26 @@ class RowTiles(NamedTuple):
 
     def divide(self, batch: Listing[ScheduledTokens]) -> list[Pass]:
         """Returns the passes that compute a batch: each part is added to the last pass, unless a pass of its own costs
-        less."""
+        less; or one pass, if that costs less in the end."""
         if len(batch) < self.rows and all(part.num_tokens == 1 for part in batch):  # the usual case, as it would end
             return [Pass([*batch])]
         passes: list[Pass] = []
-        size = _Size()
+        size = whole = _Size()
+        cost = 0.0  # of all passes but the last
         for part in batch:
+            whole = whole.plus(part.num_tokens, part.end, self)
             alone = _Size().plus(part.num_tokens, part.end, self)
             joined = size.plus(part.num_tokens, part.end, self)
             if passes and joined.cost(self) <= size.cost(self) + alone.cost(self):
                 passes[-1].parts.append(part)
                 size = joined
             else:
+                cost += size.cost(self) if passes else 0.0
                 passes.append(Pass([part]))
                 size = alone
             passes[-1] = passes[-1]._replace(padding=size.padding(self))
-        return passes
+        is_cheaper = cost + size.cost(self) <= whole.cost(self)
+        return passes if is_cheaper else [Pass([*batch], whole.padding(self))]
 
 
 class _Size(NamedTuple):
