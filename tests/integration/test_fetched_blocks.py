@@ -122,7 +122,7 @@ async def test_a_holder_that_stands_still_or_dies_in_the_middle_costs_no_more_th
 ) -> None:
     token_ids = prompt(5)
     expected = (await sender.ask("a", token_ids)).token_ids
-    engine = system.family("a")[1]
+    engine = system.engine_pid("a")
     os.kill(engine, signal.SIGSTOP)  # the frontend answers, and its engine gives nothing
     streamed = await sender.run("b", token_ids, fetch_from=sender.source("a"))
     await asyncio.sleep(0.2)
@@ -138,10 +138,10 @@ async def test_a_stream_that_is_cancelled_while_its_blocks_come_has_one_terminal
 ) -> None:
     token_ids = prompt(6)
     await sender.ask("a", token_ids)
-    engine = system.family("a")[1]
+    engine = system.engine_pid("a")
     os.kill(engine, signal.SIGSTOP)
     streamed = await sender.run("b", token_ids, fetch_from=sender.source("a"))
-    await sender.nats.request("tokenbus.v1.cancel.default.r-1.demo", b"{}", timeout=5)
+    await sender.cancel("r-1")
     assert (await streamed.terminal()).finish_reason == "cancelled"
     os.kill(engine, signal.SIGCONT)
     after = await sender.ask("b", prompt(7, 100))
@@ -154,8 +154,8 @@ async def test_an_engine_that_dies_while_blocks_come_is_replaced_by_one_that_com
 ) -> None:
     token_ids = prompt(8, 600)
     expected = (await sender.ask("a", token_ids)).token_ids
-    os.kill(system.family("a")[1], signal.SIGSTOP)
+    os.kill(system.engine_pid("a"), signal.SIGSTOP)
     streamed = await sender.run("b", token_ids, fetch_from=sender.source("a"))
-    os.kill(system.family("b")[1], signal.SIGKILL)
+    os.kill(system.engine_pid("b"), signal.SIGKILL)
     assert (await streamed.terminal()).finish_reason == "length"
     assert streamed.token_ids == expected

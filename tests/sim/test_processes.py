@@ -250,3 +250,13 @@ def test_a_forged_beat_keeps_no_dead_worker_alive(fleet: Fleet) -> None:
     fleet.processes.append(FrontendProcess(fleet.world, fleet.broker, "b1", beside=["b2"]))
     fleet.world.run(3.0)
     fleet.routers[0].router.metrics.lost_workers.labels(MODEL).reset()
+
+
+def test_workers_hear_clients_themselves_while_a_router_of_an_earlier_version_is_there(fleet: Fleet) -> None:
+    """It passes nothing on, and may place a stream that is cancelled at once."""
+    frontends = [replica.frontend for process in fleet.processes for replica in process.replicas]
+    fleet.world.run(5.0)
+    assert not any(frontend._endpoints.clients.is_listening for frontend in frontends)
+    fleet.start("old", knows_beats=False)
+    fleet.world.run(1.0)
+    assert all(frontend._endpoints.clients.is_listening for frontend in frontends)

@@ -190,6 +190,12 @@ class System:
             found += [child for child, parent in parents.items() if parent == pid]
         return found
 
+    def engine_pid(self, name: str) -> int:
+        """Returns the pid of a worker's first engine: what forks engines for tests is a child of the worker too."""
+        return next(
+            pid for pid in self.family(name) if b"engine.process.main" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        )
+
     def memory_bytes(self, name: str) -> int:
         """Returns the resident memory of a process."""
         for line in Path(f"/proc/{self.pid(name)}/status").read_text().splitlines():
