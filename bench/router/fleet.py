@@ -5,7 +5,7 @@ Run: .venv/bin/python -m bench.router.fleet [--workers 1000] [--rounds 7] [--sec
 Workers are generated: raw connections with the subscriptions, cards and heartbeats of idle workers, and nothing else.
 Broker and router are real. `now` are workers to which routers pass cancels on, with one subscription for all services;
 `before` are workers that hear all clients of their model and have a subscription for each service, as those of earlier
-versions do. A round is some seconds without cancels and some with cancels of requests that nobody has; the difference
+versions do. A round is some seconds without cancels and some with cancels of unknown requests; the difference
 of the broker's CPU time is theirs."""
 
 import argparse
@@ -36,7 +36,7 @@ _OTHERS = ("upload.*", "received.*", "gone.*", "unguarded.*", "kv.upload.*")
 
 
 class Worker:
-    """What one idle worker publishes."""
+    """Makes the messages of one idle worker."""
 
     def __init__(self, number: int, *, is_told: bool) -> None:
         self.name = f"w{number:05}"
@@ -165,7 +165,7 @@ async def generated(count: int, per_connection: int, *, is_told: bool) -> AsyncI
 
 
 async def _until_ready(client: WireClient, count: int) -> None:
-    """Returns once a router answers that it has so many workers, all of them ready."""
+    """Waits until a router answers that it has this many workers, all of them ready."""
     expected = {"ready": count} if count else {}
     async with asyncio.timeout(120):
         states = None
@@ -191,7 +191,7 @@ async def _cores(fleet: Fleet, seconds: float, cancels: int) -> float:
     before, began = system.cpu_seconds(fleet.broker_pid), time.perf_counter()
     for number in range(max(1, round(seconds * cancels))):
         if cancels:
-            bus.publish(_NAMES.cancel(f"nobodys-{number}", model=_MODEL), b"")
+            bus.publish(_NAMES.cancel(f"unknown-{number}", model=_MODEL), b"")
             await asyncio.sleep(1 / cancels)
         else:
             await asyncio.sleep(seconds)

@@ -31,7 +31,7 @@ class Cost(NamedTuple):
 
 class Costs(NamedTuple):
     decode: Cost
-    """Of a token."""
+    """The cost of a token."""
     prompt: Cost
 
 

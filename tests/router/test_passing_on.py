@@ -17,7 +17,7 @@ NAMES = subjects.Subjects()
 
 
 class Passed:
-    """What a router passes on whose fleet serves two models."""
+    """Records what a router passes on whose fleet serves two models."""
 
     def __init__(self) -> None:
         self.bus = RecordingBus()
@@ -74,7 +74,7 @@ def test_others_know_it_by_its_header(headers: dict[str, str] | None, expected: 
 
 
 class ToHolder:
-    """What a router passes on to the holders of streams in a fleet of three workers, one of an earlier version."""
+    """Records what a router passes on to the holders of streams: three workers, one of an earlier version."""
 
     def __init__(self) -> None:
         self.bus = RecordingBus()

@@ -20,7 +20,7 @@ _TESTS = "vendor/llama.cpp/tools/server/tests"
 _KEY = "sk-this-is-the-secret-key"
 _GENERATING = ("gpt-3.5-turbo", "gpt-3.5-turbo-instruct", "gpt-4.1", "davinci-002", "codellama70b", "test")
 _CONTEXT = 512
-"""What the encoders of these tests have."""
+"""The context of the encoders in these tests, in tokens."""
 
 
 class _Group(NamedTuple):
