@@ -6,6 +6,7 @@ import argparse
 import sys
 import tempfile
 import time
+import traceback
 from pathlib import Path
 
 from tests.third_party import packages
@@ -41,7 +42,10 @@ def run(name: str, served: Served) -> SuiteResult:
     suite, started = SUITES[name], time.monotonic()
     if suite.needs_node and not packages.has_node():
         return SuiteResult(0, 0, [f"{name} needs Node and npm"])
-    result = judge(suite.run(served), read_skips(SKIPS.read_text()).get(name, []))
+    try:
+        result = judge(suite.run(served), read_skips(SKIPS.read_text()).get(name, []))
+    except Exception:  # a suite that breaks must not keep the others from being run
+        result = SuiteResult(0, 0, [traceback.format_exc()])
     counts = f"{result.passed} passed, {result.skipped} skipped, {len(result.problems)} wrong"
     print(f"{name}: {counts}, {time.monotonic() - started:.0f} s")
     for problem in result.problems:

@@ -1,17 +1,16 @@
 """Agents that others wrote, each on a task of two calls, in a home of its own."""
 
 import json
-import os
-import subprocess
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
 from tests.third_party import packages
 from tests.third_party.judging import Outcome
+from tests.third_party.running import run
 from tests.third_party.serving import SCRIPTED, Served
 
-_TIMEOUT_S = 180
+_TIMEOUT_S = 180.0
 _TASK = "Write the word in {file} in capitals to capitals.txt."
 _ANSWER = "The word is written in capitals."
 
@@ -63,28 +62,18 @@ enabled = false
 
 
 def _workplace(home: Path, file: str, content: str) -> Path:
+    """Makes the folder for a task: a Git repository, so that no agent looks for instructions in the folders above."""
     work = home / "work"
-    work.mkdir()
+    for folder in ("objects", "refs"):
+        (work / ".git" / folder).mkdir(parents=True)
+    (work / ".git/HEAD").write_text("ref: refs/heads/main\n")
     (work / file).write_text(content)
     return work
 
 
 def _carry_out(command: list[str], work: Path, variables: Mapping[str, str], written: str) -> list[Outcome]:
     """Runs an agent and returns whether it has done its task, and has said so."""
-    environment = {"PATH": os.environ["PATH"], "HOME": str(work.parent), "CI": "1"} | dict(variables)
-    try:
-        done = subprocess.run(
-            command,
-            cwd=work,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=_TIMEOUT_S,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return [Outcome("end", False, f"has not ended after {_TIMEOUT_S} s")]
+    done = run(command, variables, work, home=work.parent, timeout_s=_TIMEOUT_S)
     file = work / "capitals.txt"
     said = f"exit status {done.returncode}: {done.stdout[-1_500:]} {done.stderr[-1_500:]}"
     return [
