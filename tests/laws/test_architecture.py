@@ -25,6 +25,8 @@ ALLOWED = {
 }
 PURE = (
     "protocol/wire/*.py",
+    "protocol/access/key_ring.py",
+    "protocol/access/keys.py",
     "protocol/parts/assembly.py",
     "protocol/wire/internal/*.py",
     "protocol/wire/checks/*.py",

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.jetstream import jetstream_broker
 from tokenbus.cli.console import nats_server
 from tokenbus.gateway.storage.jetstream_store import JetStreamStore
 from tokenbus.gateway.storage.record_store import MemoryStore, RecordStore, StorageLimits, StoreError
@@ -28,12 +29,8 @@ class Clock:
 
 @pytest.fixture(scope="module")
 def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[nats_server.NatsServer]:
-    folder = tmp_path_factory.mktemp("jetstream")
-    config = folder / "nats.conf"
-    config.write_text(f"jetstream {{ store_dir: '{folder}' }}\nmax_payload: 1MB\n")
-    running = asyncio.run(nats_server.start(0, folder / "nats.log", config))
-    yield running
-    running.stop()
+    with jetstream_broker(tmp_path_factory.mktemp("jetstream")) as running:
+        yield running
 
 
 @pytest.fixture

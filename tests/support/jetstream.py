@@ -1,0 +1,18 @@
+"""A broker with JetStream, for tests of what is stored in it."""
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from tokenbus.cli.console import nats_server
+
+
+@contextlib.contextmanager
+def jetstream_broker(folder: Path) -> Iterator[nats_server.NatsServer]:
+    """Runs one on a free port during the block."""
+    config = folder / "nats.conf"
+    config.write_text(f"jetstream {{ store_dir: '{folder}' }}\nmax_payload: 1MB\n")
+    running = asyncio.run(nats_server.start(0, folder / "nats.log", config))
+    yield running
+    running.stop()
