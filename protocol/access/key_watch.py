@@ -16,13 +16,13 @@ from tokenbus.protocol.bus.bucket import Bucket, BucketError, BucketState
 from tokenbus.protocol.bus.connection import Connection
 
 _INTERVAL_S = 1.0
-"""How often a store is asked whether it has changed. Puts are heard at once, unless a message is lost."""
+"""Time between two questions whether the store has changed. Puts are heard at once, unless a message is lost."""
 _LEAST_INTERVAL_S = 0.02
 """The store is not asked more often, however often somebody claims that it has changed."""
 
 
 class KeyWatch:
-    """What is common to both watches: asks the store again and again, and logs when it begins and ends to fail."""
+    """The base of both watches: asks the store again and again, and logs when it begins and ends to fail."""
 
     def __init__(self, ring: KeyRing, clock: Callable[[], float] = time.monotonic) -> None:
         self.ring = ring

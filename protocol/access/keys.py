@@ -35,7 +35,7 @@ Moment = Annotated[float, msgspec.Meta(ge=0, le=253_402_300_799)]
 
 
 class Role(enum.StrEnum):
-    """What the holder of a key may do."""
+    """The rights of a key's holder."""
 
     USER = "user"
     """Make requests, and read their usage."""
