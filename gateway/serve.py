@@ -51,7 +51,7 @@ async def serve(settings: GatewaySettings, read_settings: Callable[[], GatewaySe
         tenants = await Tenants.create(connection, settings, tracer)
         stack.push_async_callback(tenants.gateway_client.close)
         storage = StorageLimits(
-            settings.stored_responses_s, settings.stored_responses_bytes, len(settings.keys.tenants)
+            settings.stored_responses_s, settings.stored_responses_bytes, len(settings.api_keys.tenants)
         )
         records = await Records.open(connection, settings.prefix, storage, measured)
         services = Services(
@@ -100,7 +100,7 @@ class Gateway:
         )
 
     def __repr__(self) -> str:
-        return f"<Gateway {self._settings.keys!r} {self._limit!r}>"
+        return f"<Gateway {self._settings.api_keys!r} {self._limit!r}>"
 
     def update_gauges(self) -> None:
         connections = self._config.open_connections
@@ -113,8 +113,8 @@ class Gateway:
         self._config.open_connections.limits = self._connection_limits(settings)
         self._config.timeout_graceful_shutdown = _shutdown_timeout_s(settings)
         self._services.aliases = settings.aliases
-        self._services.records.share_among(len(settings.keys.tenants))
-        await self._services.tenants.set_keys(settings.keys)
+        self._services.records.share_among(len(settings.api_keys.tenants))
+        await self._services.tenants.set_keys(settings.api_keys)
 
     async def run(self, listening: socket.socket, broker: OwnedBus, stop: asyncio.Event) -> None:
         """Serves until `stop` is set, then drains. Raises ConnectionError if the broker closes the connection for
@@ -127,7 +127,7 @@ class Gateway:
             "gateway_ready",
             url=url,
             max_requests=self._settings.max_requests,
-            needs_key=not self._settings.keys.allows_anonymous,
+            needs_key=not self._settings.api_keys.allows_anonymous,
         )
         with contextlib.suppress(OSError):  # a full disk, or a reader that is gone, must not end it
             print(f"tokenbus: the gateway serves {url}", flush=True)

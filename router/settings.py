@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Mapping
 
+from tokenbus.protocol.access.key_source import KeySettings
 from tokenbus.protocol.bus import connection as nats
 from tokenbus.protocol.parts.assembly import UploadLimits
 from tokenbus.protocol.telemetry import status
@@ -61,6 +62,7 @@ class RouterSettings:
     """Limits of each tenant that has no override."""
     tenant_limit_overrides: Mapping[str, TenantLimits] = dataclasses.field(default_factory=dict)
     """Limits of single tenants, by name."""
+    key_settings: KeySettings = dataclasses.field(default_factory=KeySettings)
     status_page: status.StatusSettings = dataclasses.field(default_factory=status.StatusSettings)
     request_log: RequestLogSettings = dataclasses.field(default_factory=RequestLogSettings)
     otlp_traces_endpoint: str = ""

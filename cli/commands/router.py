@@ -3,7 +3,7 @@
 import argparse
 from typing import NamedTuple
 
-from tokenbus.cli.console import connection_flags, serve
+from tokenbus.cli.console import connection_flags, key_flags, serve
 from tokenbus.cli.console.arguments import COUNT, MIB, NAME, PATTERN, SECONDS, ArgumentType, real, whole
 from tokenbus.cli.console.flags import Flag, Parser, fields_of, text_of
 from tokenbus.protocol.wire import subjects
@@ -60,6 +60,7 @@ def add_flags(parser: Parser) -> None:
     bytes_ = whole(1, metavar="BYTES")
     flag("--max-request-bytes", bytes_, "largest request; one above the broker's limit is sent in parts")
     flag("--tenant-upload-bytes", bytes_, "bytes of one tenant's requests that may be arriving in parts at a time")
+    key_flags.add_flags(parser)
     flag = parser.group("waiting", RouterSettings)
     queue, waiting = QueueSettings(), "requests per model that may wait here while every worker is busy"
     flag("--max-queued-requests", COUNT, waiting, queue.max_requests, reloads=True)
@@ -85,6 +86,7 @@ def settings_of(options: argparse.Namespace) -> RouterSettings:
     """Returns the settings that parsed flags describe. Raises ValueError."""
     return RouterSettings(
         broker=connection_flags.settings_of(options),
+        key_settings=key_flags.settings_of(options),
         min_remote_prefill_tokens=options.remote_prefill_tokens,
         queue=QueueSettings(options.max_queued_requests, options.max_queued_tokens),
         inbox_prefixes=tuple(options.inbox_prefix or subjects.DEFAULT_INBOX_PREFIXES),

@@ -4,6 +4,7 @@ import dataclasses
 
 from tokenbus.gateway.admission.aliases import Aliases
 from tokenbus.gateway.admission.keys import ApiKeys
+from tokenbus.protocol.access.key_source import KeySettings
 from tokenbus.protocol.bus import connection as nats
 from tokenbus.protocol.telemetry import status
 from tokenbus.protocol.wire import subjects
@@ -25,7 +26,10 @@ class GatewaySettings:
     tenant_inbox: str = ""
     """Prefix of a tenant's reply subjects, with `{tenant}` for its name; if empty, the connection's own prefix is
     used."""
-    keys: ApiKeys = dataclasses.field(default_factory=lambda: ApiKeys(()))
+    api_keys: ApiKeys = dataclasses.field(default_factory=lambda: ApiKeys(()))
+    """Keys that this gateway alone knows, which have a tenant and nothing else."""
+    key_settings: KeySettings = dataclasses.field(default_factory=KeySettings)
+    """Where the keys of the whole fleet are."""
     aliases: Aliases = dataclasses.field(default_factory=Aliases)
     """Other names for models, and the model for requests that name none."""
     allowed_origins: tuple[str, ...] = ()

@@ -26,7 +26,7 @@ class Tenants:
         self.gateway_client = gateway_client
         """The gateway's own client, for matters that concern no tenant. Closing it closes all clients."""
         self._settings = settings
-        self._keys = settings.keys
+        self._keys = settings.api_keys
         self._clients: dict[str, WireClient] = {}
 
     def __repr__(self) -> str:
@@ -39,7 +39,7 @@ class Tenants:
             connection, tenant=settings.tenant, prefix=settings.prefix, tracer=tracer
         )
         tenants = cls(client, settings)
-        await tenants.set_keys(settings.keys)
+        await tenants.set_keys(settings.api_keys)
         return tenants
 
     async def set_keys(self, keys: ApiKeys) -> None:

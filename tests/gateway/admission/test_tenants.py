@@ -37,7 +37,7 @@ class Broker:
 
 
 def tenants_over(broker: Broker, keys: ApiKeys) -> Tenants:
-    return Tenants(cast(WireClient, broker), GatewaySettings(keys=keys))
+    return Tenants(cast(WireClient, broker), GatewaySettings(api_keys=keys))
 
 
 def refusal(tenants: Tenants, key: str) -> object:
