@@ -23,6 +23,7 @@ from tokenbus.gateway.serving.answer_events import (
     PartKind,
     PartStarted,
     PromptComputed,
+    PromptScored,
     TokensCounted,
     TokensSampled,
 )
@@ -191,13 +192,13 @@ class ChunkEncoder(ChoicesEncoder):
         prompt_logprobs: int | None = None,
         names_by_id: bool = False,
     ) -> None:
-        """`prompt_logprobs` is how many of the likeliest tokens a whole response has for each one of the prompt.
+        """`prompt_logprobs` is how many of the likeliest tokens are shown for each one of the prompt, if these are.
         `names_by_id`: log probabilities name tokens by their ids."""
         super().__init__(head, n=n, form=form)
         self._num_prompt_logprobs = prompt_logprobs
         self._names_by_id = names_by_id
         self._opening: dict[str, Any] = {}
-        """Fields of the first event, or of the whole response."""
+        """Fields of the next event, or of the whole response."""
 
     def show_prompts(self, token_ids: Sequence[Sequence[int]]) -> None:
         """Takes the token ids of the prompt."""
@@ -214,6 +215,10 @@ class ChunkEncoder(ChoicesEncoder):
                     self._note(choice, event)
                     if isinstance(event, PromptComputed):
                         progress = self._progress(_choice(choice, schemas.ChoiceDelta()), event)
+                case PromptScored() if choice == 0 and self._num_prompt_logprobs is not None:
+                    scored = encode_prompt_logprobs(event.logprobs, self._num_prompt_logprobs)
+                    self._opening = self._opening | {"prompt_logprobs": scored}
+                    deltas.append(_choice(choice, schemas.ChoiceDelta()))
                 case TokensSampled():
                     sampled = event
                 case PartStarted(part) if part.kind is PartKind.TOOL_CALL:

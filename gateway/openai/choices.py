@@ -31,7 +31,7 @@ class StreamForm(NamedTuple):
     include_usage: bool = False
     """An event before the end has the usage."""
     continuous_usage: bool = False
-    """Every event has the usage so far."""
+    """Every event has the usage so far, too."""
     shows_progress: bool = False
     """Events tell how much of the prompt is computed."""
 
@@ -92,8 +92,8 @@ class ChoicesEncoder:
     def _event(self, choices: list[Any], usage: schemas.CompletionUsage | None = None, **more: Any) -> bytes:
         if self._form.continuous_usage and choices:
             usage = self._usage_so_far(choices[0].index)
-        is_shown = self._form.include_usage or self._form.continuous_usage
-        return b"data: %b\n\n" % self._encode(self.event_type, choices, usage if is_shown else UNSET, **more)
+        shown = usage if self._form.include_usage else UNSET
+        return b"data: %b\n\n" % self._encode(self.event_type, choices, shown, **more)
 
     def _usage_so_far(self, choice: int) -> schemas.CompletionUsage | None:
         prompt, count = self._prompts.get(choice), self._counts.get(choice, 0)

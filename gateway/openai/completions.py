@@ -75,7 +75,7 @@ class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: Logprobs | None = None
     finish_reason: str | None
     prompt_logprobs: schemas.PromptLogprobs | UnsetType = UNSET
-    """vLLM's, if requested, like those below."""
+    """vLLM's, if requested, like those below. In a stream, those of the next tokens of the prompt."""
     token_ids: list[int] | UnsetType = UNSET
     """Those of the tokens since the last event, or of the whole answer."""
     prompt_token_ids: Sequence[int] | UnsetType = UNSET
@@ -212,8 +212,9 @@ class CompletionEncoder(ChoicesEncoder):
         prompt_logprobs: int | None = None,
         names_by_id: bool = False,
     ) -> None:
-        """`echoes` has what to put before the answers to each prompt. A whole response has `prompt_logprobs` of the
-        likeliest tokens for each one of the prompt. `names_by_id`: log probabilities name tokens by their ids."""
+        """`echoes` has what to put before the answers to each prompt. `prompt_logprobs` is how many of the likeliest
+        tokens are shown for each one of the prompt, if these are. `names_by_id`: log probabilities name tokens by their
+        ids."""
         super().__init__(head, n=n, form=form)
         self._echoes = echoes
         self._num_prompt_logprobs = prompt_logprobs
@@ -232,6 +233,7 @@ class CompletionEncoder(ChoicesEncoder):
     def encode(self, choice: int, events: Sequence[AnswerEvent]) -> list[bytes]:
         """Returns the events of one chunk of an answer."""
         text, logprobs, reason = "", None, None
+        scored: schemas.PromptLogprobs | UnsetType = UNSET
         token_ids: list[int] = []
         progress: list[bytes] = []
         echo = self._echoes[choice // self._n]
@@ -246,6 +248,8 @@ class CompletionEncoder(ChoicesEncoder):
                         text += self._echoed_text(choice, event.logprobs)
                     if echo.logprobs is not None:
                         logprobs = self._logprobs(choice, event.logprobs, echo.logprobs)
+                    if self._num_prompt_logprobs is not None:
+                        scored = encode_prompt_logprobs(event.logprobs, self._num_prompt_logprobs)
                 case TokensSampled():
                     token_ids = event.token_ids
                     if event.logprobs:
@@ -258,7 +262,7 @@ class CompletionEncoder(ChoicesEncoder):
                         self._usages[choice] = event.usage
                 case _:
                     pass
-        if not (text or token_ids) and logprobs is None and reason is None:
+        if not (text or token_ids) and logprobs is None and reason is None and scored is UNSET:
             return progress
         prompt: Sequence[int] | UnsetType = UNSET
         if choice not in self._started:
@@ -269,6 +273,7 @@ class CompletionEncoder(ChoicesEncoder):
             index=choice,
             logprobs=logprobs,
             finish_reason=reason,
+            prompt_logprobs=scored,
             token_ids=token_ids or UNSET,
             prompt_token_ids=prompt,
         )
@@ -345,13 +350,20 @@ def _logprobs_of(
     return Logprobs(
         tokens=[token_name(token, by_id=by_id) for token in tokens],
         token_logprobs=[token.logprob for token in tokens],
-        # Several tokens may have the same text, such as one byte of a character each: the likeliest comes first and
-        # counts.
         top_logprobs=[
-            None
-            if token.logprob is None
-            else {token_name(one, by_id=by_id): one.logprob for one in reversed(token.top[:num_top])}
+            None if token.logprob is None else _likeliest(token, token.logprob, num_top, by_id=by_id)
             for token in tokens
         ],
         text_offset=offsets,
     )
+
+
+def _likeliest(
+    token: wire.TokenLogprob | wire.PromptLogprob, logprob: float, num_top: int | None, *, by_id: bool
+) -> dict[str, float]:
+    """Returns the likeliest tokens and, as in OpenAI's API, the token itself if it is none of these.
+
+    Several tokens may have the same text, such as one byte of a character each: then the likeliest counts."""
+    named = {token_name(one, by_id=by_id): one.logprob for one in reversed(token.top[:num_top])}
+    named.setdefault(token_name(token, by_id=by_id), logprob)
+    return named

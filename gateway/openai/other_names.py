@@ -199,6 +199,9 @@ def translated(body: OtherNames) -> WireFields:
 
 def _constraint(body: OtherNames) -> WireFields:
     found = [one for one in _constraints(body) if one.value is not None]
+    for place, value in (*((one.place, one.value) for one in found), ("regex", body.regex), ("choice", body.choice)):
+        if value in ("", []):  # only of `grammar`, llama-server's name, does an empty text mean none
+            raise errors.invalid_field(place, "must not be empty: leave it out for an answer without a constraint")
     if not found:
         return WireFields({}, {})
     if len(found) > 1:
@@ -224,6 +227,8 @@ def _constraints(body: OtherNames) -> Iterator[_Constraint]:
     for name in ("structural_tag", "whitespace_pattern", "disable_additional_properties"):
         if getattr(asked, name) not in (None, False):
             raise errors.unsupported_field(f"structured_outputs.{name}", "use json, regex, choice or grammar")
+    if not asked.json_object and all(one is None for one in (asked.json, asked.regex, asked.choice, asked.grammar)):
+        raise errors.invalid_field("structured_outputs", "needs one of json, json_object, regex, choice and grammar")
     place = "structured_outputs.json"
     yield _Constraint(place, "response_format", _json_format(place, asked.json))
     any_json = wire.ResponseFormat(type="json_object") if asked.json_object else None

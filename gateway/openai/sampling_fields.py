@@ -19,7 +19,7 @@ class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
     include_usage: bool | None = None
     """Adds an event with the usage before the end."""
     continuous_usage_stats: bool | None = None
-    """vLLM's: every event has the usage so far."""
+    """vLLM's: with `include_usage`, every event has the usage so far."""
 
 
 class FormatWithSchema(wire.ResponseFormat, frozen=True, kw_only=True):
@@ -57,8 +57,6 @@ class SamplingFields(OtherNames, frozen=True, kw_only=True):
             raise errors.invalid_field("n", f"must be 1 to {MAX_CHOICES}, got {self.n}")
         if self.stream_options is not None and not self.stream:
             raise errors.invalid_field("stream_options", "needs stream: true")
-        if self.prompt_logprobs is not None and self.stream:
-            raise errors.unsupported_field("prompt_logprobs", "only responses that are not streamed have them")
 
     @property
     def num_answers(self) -> int:
@@ -71,7 +69,7 @@ class SamplingFields(OtherNames, frozen=True, kw_only=True):
         options = self.stream_options or StreamOptions()
         return StreamForm(
             include_usage=bool(options.include_usage),
-            continuous_usage=bool(options.continuous_usage_stats),
+            continuous_usage=bool(options.include_usage and options.continuous_usage_stats),
             shows_progress=bool(self.stream and self.return_progress),
         )
 

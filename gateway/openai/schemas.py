@@ -168,3 +168,5 @@ class ChatCompletionChunk(msgspec.Struct, frozen=True, kw_only=True):
     """In events about the prompt's progress, if requested."""
     prompt_token_ids: Sequence[int] | UnsetType = UNSET
     """In the first event of an answer, if requested."""
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    """vLLM's, if requested: those of the next tokens of the prompt, in the events before the answer."""

@@ -112,7 +112,9 @@ def test_an_echoed_prompt_has_the_log_probabilities_of_its_tokens(client: openai
         assert told.top_logprobs is not None
         assert (told.token_logprobs[0], told.top_logprobs[0]) == (None, None)
         assert all(value <= 0 for value in told.token_logprobs[1:])
-        assert all(len(top) == 2 for top in told.top_logprobs[1:])
+        for token, top in zip((told.tokens or [])[1:], told.top_logprobs[1:], strict=True):
+            assert len(top) == 2 or (len(top) == 3 and token == min(top, key=lambda text: top[text]))
+            assert token in top
         assert len(told.text_offset or []) == len(told.token_logprobs)
     assert alone.logprobs is not None
     assert echoed.logprobs is not None
@@ -151,6 +153,15 @@ def test_log_probabilities_of_a_prompt_in_vllms_form(client: openai.OpenAI) -> N
         assert len(one) == (1 if ranks[0] == 1 else 2)
         assert all(entry["logprob"] <= 0 and "decoded_token" in entry for entry in one.values())
     assert choice.logprobs is None
+    asked = GREEDY | {"prompt": "12 + 30 =", "extra_body": {"prompt_logprobs": 1}}
+    parts = []
+    with client.completions.create(**asked, stream=True) as stream:
+        for event in stream:
+            assert (
+                not parts or "prompt_logprobs" not in (event.choices[0].model_extra or {}) or not event.choices[0].text
+            )
+            parts += (event.choices[0].model_extra or {}).get("prompt_logprobs", [])
+    assert [one and [*one] for one in parts] == [one and [*one] for one in (first, *others)]
     said = client.chat.completions.create(
         model="demo", messages=[{"role": "user", "content": "1"}], max_tokens=1, extra_body={"prompt_logprobs": 0}
     )

@@ -16,19 +16,22 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "Mistral's": ("/v1/chat/completions", {"temperature": 0, "messages": [ASKED, BEGUN | {"prefix": True}]}),
     "Anthropic's": ("/v1/messages", {"temperature": 0, "max_tokens": 20}),
     "Ollama's": ("/api/chat", {"options": {"temperature": 0}, "stream": False}),
+    "Responses": ("/v1/responses", {"temperature": 0, "messages": None, "input": [ASKED, BEGUN]}),
 }
 
 
 def text_of(answer: dict[str, Any]) -> str:
     if "choices" in answer:
         return str(answer["choices"][0]["message"]["content"])
+    if "output" in answer:
+        return str(answer["output"][0]["content"][0]["text"])
     parts = answer["message"]["content"] if "message" in answer else answer["content"][0]["text"]
     return str(parts)
 
 
 def num_prompt_tokens(answer: dict[str, Any]) -> int:
     usage = answer.get("usage", answer)
-    cached = usage.get("cache_read_input_tokens", 0)
+    cached = usage.get("cache_read_input_tokens", 0)  # Anthropic's: OpenAI's input_tokens include them
     return int(usage.get("prompt_tokens") or usage.get("prompt_eval_count") or usage["input_tokens"] + cached)
 
 

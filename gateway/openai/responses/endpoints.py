@@ -11,7 +11,7 @@ from tokenbus.gateway.openai.input_tokens import CountCall, InputTokens
 from tokenbus.gateway.openai.responses import output, stored
 from tokenbus.gateway.openai.responses.body import PlacedItem, ResponsesBody
 from tokenbus.gateway.openai.responses.events import ResponseEncoder
-from tokenbus.gateway.openai.responses.items import ResponsesFieldNames, conversation_of
+from tokenbus.gateway.openai.responses.items import ResponsesFieldNames, conversation_of, is_continued
 from tokenbus.gateway.openai.responses.output import OutputItems, Response
 from tokenbus.gateway.openai.responses.tools import OfferedTools
 from tokenbus.gateway.serving import conversation
@@ -44,8 +44,8 @@ _UNSERVED = conversation_fields.UNSERVED | {
     "return_token_ids": UnservedField(_NOT_HERE, (None, False)),
     "return_tokens_as_token_ids": UnservedField(_NOT_HERE, (None, False)),
     "response_format": UnservedField("use text.format"),
-    "continue_final_message": UnservedField("answers begin a new item", (None, False)),
-    "add_generation_prompt": UnservedField("answers begin a new item", (None, True)),
+    "continue_final_message": UnservedField("end the input with a message to be continued", (None, False)),
+    "add_generation_prompt": UnservedField("end the input with a message to be continued", (None, True)),
 }
 _IGNORED = {name: reason for name, reason in conversation_fields.IGNORED.items() if name != "user"} | {
     "stream_options": "events have all there is",
@@ -110,8 +110,10 @@ def _prepared(body: ResponsesBody, head: RequestHead) -> _Prepared:
     messages = conversation.normalized(items.messages)
     paths = items.paths[len(items.messages) - len(messages) :]  # without those of joined system messages
     wishes, common = body.read_wishes(), body.to_wire(head.session)
-    names = ResponsesFieldNames(paths, tools.paths, common.names | wishes.names)
-    request = _to_wire(body, messages, tools, wishes, common, head)
+    continues = is_continued(whole, messages)
+    own_names = {"continue_final_message": whole[-1].path} if continues else {}
+    names = ResponsesFieldNames(paths, tools.paths, common.names | wishes.names | own_names)
+    request = _to_wire(body, messages, tools, wishes, common, head, continues=continues)
     with http_errors.renaming(names.of):
         validation.check_request(request)
     return _Prepared(whole, tools, request, names.of)
@@ -124,12 +126,15 @@ def _to_wire(
     wishes: ReasoningWishes,
     common: WireFields,
     head: RequestHead,
+    *,
+    continues: bool,
 ) -> wire.GenerateRequest:
     wants_logprobs = bool(body.top_logprobs) or _WITH_LOGPROBS in (body.include or [])
     return wire.GenerateRequest(
         id=head.id,
         messages=messages,
         logprobs=(body.top_logprobs or 0) if wants_logprobs else None,
+        continue_final_message=continues or None,
         tools=tools.functions or None,
         tool_choice=tools.choice,
         parallel_tool_calls=body.parallel_tool_calls,

@@ -133,6 +133,15 @@ def conversation_of(instructions: str | None, items: Sequence[PlacedItem]) -> Co
     return conversation
 
 
+def is_continued(items: Sequence[PlacedItem], messages: Sequence[wire.ChatMessage]) -> bool:
+    """Returns whether the answer continues the last item: a text of the assistant that is not said to be complete."""
+    if not items or not messages:
+        return False
+    last, message = items[-1].item, messages[-1]
+    is_message = last.type in (None, "message") and last.role == "assistant" and last.status != "completed"
+    return is_message and message.role == "assistant" and bool(message.content) and not message.tool_calls
+
+
 def _joined(texts: list[str]) -> str:
     return "\n\n".join(text for text in texts if text)
 

@@ -194,7 +194,7 @@ def test_several_answers_interleave_with_their_indices_and_their_usage_is_one() 
 
 
 def test_every_event_has_the_usage_so_far_if_that_was_asked_for() -> None:
-    form = StreamForm(continuous_usage=True)
+    form = StreamForm(include_usage=True, continuous_usage=True)
     encoder, reader = chat.ChunkEncoder(HEADING, form=form), AnswerEventReader(counts_tokens=True)
     progress = messages.Progress(prompt_tokens=9, processed_tokens=9, cached_tokens=4)
     pieces = [
@@ -209,6 +209,16 @@ def test_every_event_has_the_usage_so_far_if_that_was_asked_for() -> None:
     assert [one["usage"]["completion_tokens"] for one in sent] == [2, 2, 3]
     assert sent[0]["usage"]["prompt_tokens"] == 9
     assert sent[0]["usage"]["prompt_tokens_details"] == {"cached_tokens": 4}
+
+
+def test_a_stream_of_several_answers_has_the_prompts_log_probabilities_once() -> None:
+    encoder, readers = chat.ChunkEncoder(HEADING, n=2, prompt_logprobs=0), [AnswerEventReader(), AnswerEventReader()]
+    unknown = messages.PromptLogprob(id=1, text="x", bytes=[], logprob=None, rank=None, top=[])
+    for number, reader in enumerate(readers):
+        events = reader.read(messages.Chunk(id="r", prompt_logprobs=[unknown]))
+        sent = [json.loads(one.removeprefix(b"data: ")) for one in encoder.encode(number, events)]
+        shown = [(one["choices"][0]["delta"].get("role"), one.get("prompt_logprobs")) for one in sent]
+        assert shown == ([] if number else [("assistant", [None]), (None, None)])
 
 
 def test_the_prompts_progress_is_shown_if_that_was_asked_for() -> None:

@@ -84,7 +84,6 @@ def test_an_empty_suffix_is_none() -> None:
         ({"logprobs": 21}, "invalid_request", "logprobs"),
         ({"best_of": 2}, "unsupported", "best_of"),
         ({"best_of": 1, "n": 2}, "unsupported", "best_of"),
-        ({"prompt_logprobs": 1, "stream": True}, "unsupported", "prompt_logprobs"),
         ({"prompt_logprobs": -1}, "invalid_request", "prompt_logprobs"),
         ({"echo": True, "logprobs": 21}, "invalid_request", "logprobs"),
         ({"stream_options": {"include_usage": True}}, "invalid_request", "stream_options"),

@@ -98,6 +98,31 @@ def test_a_prompt_counts_once_for_all_its_answers_and_prompts_are_added() -> Non
         assert told["prompt_tokens_details"]["cached_tokens"] == 2
 
 
+def test_the_sampled_token_is_among_the_likeliest_even_if_it_is_not_one_of_them() -> None:
+    told = [token("a", -3.0, ("b", -0.1)), token("b", -0.1, ("b", -0.1)), token("c", -0.5)]
+    found = whole(PLAIN, [chunk("abc", LENGTH, logprobs=told)])
+    assert found["choices"][0]["logprobs"]["top_logprobs"] == [{"b": -0.1, "a": -3.0}, {"b": -0.1}, {"c": -0.5}]
+
+
+def scored(*numbers: int) -> list[messages.PromptLogprob]:
+    return [
+        messages.PromptLogprob(
+            id=one, text=str(one), bytes=[], logprob=-1.0 if one else None, rank=1 if one else None, top=[]
+        )
+        for one in numbers
+    ]
+
+
+def test_a_stream_has_the_log_probabilities_of_the_prompt_before_the_answer_to_it() -> None:
+    asked = PLAIN | {"prompt_logprobs": 0}
+    chunks = [messages.Chunk(id="r", prompt_logprobs=scored(0, 1)), messages.Chunk(id="r", prompt_logprobs=scored(2))]
+    chunks.append(chunk("a", STOP))
+    events = [event["choices"][0] for event in streamed(asked, *((0, one) for one in chunks))]
+    first, second = ({str(one): {"logprob": -1.0, "rank": 1, "decoded_token": str(one)}} for one in (1, 2))
+    assert [event.get("prompt_logprobs") for event in events] == [[None, first], [second], None]
+    assert whole(asked, chunks)["choices"][0]["prompt_logprobs"] == [None, first, second]
+
+
 def test_log_probabilities_are_lists_with_an_item_for_each_token() -> None:
     first, second = token("ab", -0.5, ("ab", -0.5), ("c", -1.0)), token("c", -0.25, ("c", -0.25), ("c", -9.0))
     expected = {

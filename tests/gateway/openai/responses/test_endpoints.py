@@ -73,6 +73,20 @@ def test_instructions_are_the_first_system_message_with_which_those_that_follow_
     ]
 
 
+@pytest.mark.parametrize("status", [None, "in_progress", "incomplete"])
+def test_the_answer_continues_a_last_text_of_the_assistant_that_is_not_complete(status: str | None) -> None:
+    begun = {"type": "message", "role": "assistant", "status": status, "content": "The capital is"}
+    asked = {"role": "user", "content": "hi"}
+    wanted = read(input=[asked, begun])
+    assert wanted.requests[0].continue_final_message is True
+    assert wanted.name_of("continue_final_message") == "input[1]"
+    offer = {"type": "additional_tools", "tools": [TOOL]}
+    for items in ([asked, begun | {"status": "completed"}], [asked, begun, offer], [asked, begun, asked]):
+        assert read(input=items).requests[0].continue_final_message is None
+    for items in ([asked, begun | {"content": ""}], [asked, CALL, begun], [begun, CALL], []):
+        assert read(input=items or "").requests[0].continue_final_message is None
+
+
 @pytest.mark.parametrize("fields", [{"input": None}, {"input": ""}])
 def test_an_input_that_is_left_out_is_an_empty_text(fields: dict[str, Any]) -> None:
     assert read(**fields).requests[0].messages == [messages.ChatMessage(role="user", content="")]

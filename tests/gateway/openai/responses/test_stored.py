@@ -73,6 +73,18 @@ FIRST: dict[str, Any] = {
 NEXT: dict[str, Any] = {"type": "function_call_output", "call_id": "c1", "output": "7 degrees"}
 
 
+@pytest.mark.parametrize(("reason", "continues"), [("length", True), ("stop", None)])
+def test_an_incomplete_response_is_continued_by_an_empty_input(reason: str, continues: bool | None) -> None:
+    parsed, reader = parse({}, input="hi"), AnswerEventReader()
+    reader.read(messages.Chunk(id="r", text="I", finish_reason=messages.FinishReason(reason), usage=USAGE))
+    encoder = cast(ResponseEncoder, parsed.encoder(ResponseHead("r", 1_700_000_000, "demo")))
+    records = dict(encoder.records([reader]))
+    said = json.loads(encoder.whole([reader]))
+    request = parse(records, previous_response_id=said["id"], input=[]).requests[0]
+    assert request.continue_final_message is continues
+    assert parse(records, previous_response_id=said["id"]).requests[0].continue_final_message is None
+
+
 def test_a_continued_response_asks_for_what_a_client_without_storage_would_send() -> None:
     records, said = answered(parse({}, **FIRST))
     continued = parse(records, previous_response_id=said["id"], input=[NEXT], instructions="now rhyme")
