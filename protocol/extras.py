@@ -6,18 +6,19 @@ import importlib.util
 import sys
 
 _SERVER = ("prometheus_client", "starlette", "uvicorn", "h11", *(() if sys.platform == "win32" else ("uvloop",)))
+_GATEWAY = (*_SERVER, *(() if sys.version_info >= (3, 14) else ("backports.zstd",)))
 _ROUTER = (*_SERVER, "tokenizers", "jinja2", "numpy")
 _WORKER = (*_ROUTER, "llguidance", "huggingface_hub", "httpx2")
 
 MODULES: dict[str, tuple[str, ...]] = {
-    "gateway": _SERVER,
+    "gateway": _GATEWAY,
     "router": _ROUTER,
     "worker-core": _WORKER,
     "worker": (*_WORKER, "llama_cpp", "gguf"),
     "worker-onnx": (*_WORKER, "onnx", "onnxruntime"),
     "bench": ("numpy",),
     "traces": ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"),
-    "up": _WORKER,
+    "up": (*_GATEWAY, *_WORKER),
 }
 """Top-level modules by extra, except for those that every installation has. Those of `up` are enough for any engine:
 which one a worker needs depends on its models."""

