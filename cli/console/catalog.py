@@ -80,6 +80,10 @@ _OPERATE = {
     "health": Command(
         "check whether the process at a metrics port is ready", "health --port 9110", "health --port 9110 --live"
     ),
+    "keys": Command(
+        "create, list, rotate and revoke the API keys of a fleet",
+        *("keys create --tenant acme --models 'chat-*' --expires 90d", "keys list"),
+    ),
     "pull": Command(
         "fetch a model from the Hugging Face Hub, or continue fetching it",
         *("pull org/repo:Q4_K_M", "pull --engine onnx org/repo"),

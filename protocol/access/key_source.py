@@ -4,8 +4,8 @@ import dataclasses
 from pathlib import Path
 
 from tokenbus.protocol.access.key_ring import DEFAULT_STALE_S, KeyRing
-from tokenbus.protocol.access.key_stores import BucketKeys, FileKeys
-from tokenbus.protocol.access.key_watch import BucketKeyWatch, FileKeyWatch
+from tokenbus.protocol.access.key_stores import BucketKeys, FileKeys, KeyStore
+from tokenbus.protocol.access.key_watch import BucketKeyWatch, FileKeyWatch, KeyWatch
 from tokenbus.protocol.bus import bucket
 from tokenbus.protocol.bus.bucket import Bucket
 from tokenbus.protocol.bus.connection import Connection
@@ -30,11 +30,14 @@ class KeySettings:
     def are_used(self) -> bool:
         return bool(self.keys)
 
-    def store(self, connection: Connection, prefix: str) -> BucketKeys | FileKeys:
-        """Returns the store, for those who manage keys; `prefix` is that of all subjects."""
-        return BucketKeys(_bucket(connection, prefix)) if self.keys == BUCKET else FileKeys(Path(self.keys))
+    def store(self, connection: Connection | None, prefix: str) -> KeyStore:
+        """Returns the store, for those who manage keys. A file needs no connection; `prefix` is that of all
+        subjects."""
+        if connection is None:
+            return FileKeys(Path(self.keys))
+        return BucketKeys(_bucket(connection, prefix))
 
-    def watch(self, connection: Connection, prefix: str) -> BucketKeyWatch | FileKeyWatch:
+    def watch(self, connection: Connection, prefix: str) -> KeyWatch:
         """Returns a watch with a new ring."""
         ring = KeyRing(self.keys_stale_s)
         if self.keys == BUCKET:

@@ -110,7 +110,7 @@ class KeyRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     def problem_at(self, now: float) -> str | None:
         """Returns what is wrong with the key at a Unix time, as the end of a sentence about it, or None."""
-        if self.revoked_at is not None and now >= self.revoked_at:
+        if self.revoked_at is not None:  # by any clock: the one that wrote it may be ahead of this one
             return "has been revoked"
         if self.expires_at is not None and now >= self.expires_at:
             return "has expired"

@@ -57,8 +57,8 @@ def test_a_key_is_valid_from_one_moment_until_another_or_its_revocation() -> Non
     times = {NOW - 1: KeyProblem.NOT_VALID_NOW, NOW: None, NOW + 9.9: None, NOW + 10: KeyProblem.NOT_VALID_NOW}
     assert {now: problem_of(ring_of(record), key.text, now) for now in times} == times
     revoked = msgspec.structs.replace(record, revoked_at=NOW + 5)
-    assert problem_of(ring_of(revoked), key.text, NOW + 4) is None
-    assert problem_of(ring_of(revoked), key.text, NOW + 5) is KeyProblem.NOT_VALID_NOW
+    for now in (NOW + 4, NOW + 5):  # the clock of who has revoked it may be ahead
+        assert problem_of(ring_of(revoked), key.text, now) is KeyProblem.NOT_VALID_NOW
 
 
 def test_after_a_rotation_the_old_secret_is_valid_as_long_as_was_said() -> None:

@@ -1,0 +1,111 @@
+"""Shows keys to people and to programs, without the digests of their secrets."""
+
+import enum
+from collections.abc import Iterable
+from typing import Any
+
+from rich.cells import cell_len
+
+from tokenbus.cli.console.moments import text_of_moment
+from tokenbus.protocol.access.keys import KeyLimits, KeyRecord
+
+_HEAD = ("id", "tenant", "name", "role", "models", "limits", "expires", "state")
+_LIMITS = {
+    "requests_per_minute": "requests/min",
+    "tokens_per_minute": "tokens/min",
+    "tokens_per_day": "tokens/day",
+    "concurrency": "open",
+    "max_tokens": "max_tokens",
+}
+
+
+_FIELDS = tuple(name for name in KeyRecord.__struct_fields__ if name not in ("v", "hash", "limits", "old_secret"))
+
+
+class KeyState(enum.StrEnum):
+    VALID = "valid"
+    NOT_YET = "not yet valid"
+    EXPIRED = "expired"
+    REVOKED = "revoked"
+
+
+def state_of(record: KeyRecord, now: float) -> KeyState:
+    if record.revoked_at is not None:
+        return KeyState.REVOKED
+    if record.expires_at is not None and now >= record.expires_at:
+        return KeyState.EXPIRED
+    return KeyState.NOT_YET if now < record.not_before else KeyState.VALID
+
+
+def table(records: Iterable[KeyRecord], now: float) -> str:
+    """Returns a table with a line for each key, by tenant and name."""
+    ordered = sorted(records, key=lambda one: (one.tenant, one.name, one.id))
+    rows = [_HEAD, *(_row(record, now) for record in ordered)]
+    widths = [max(map(cell_len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(_line(row, widths) for row in rows)
+
+
+def details(record: KeyRecord, now: float) -> str:
+    """Returns everything about one key, a line for each field."""
+    old = record.old_secret
+    lines = {
+        "id": record.id,
+        "state": str(state_of(record, now)),
+        "tenant": _printable(record.tenant),
+        "name": _printable(record.name),
+        "role": str(record.role),
+        "models": _models(record),
+        "limits": _limits(record.limits),
+        "highest priority": str(record.max_priority),
+        "created": f"{text_of_moment(record.created_at)}{record.created_by and f' by {_printable(record.created_by)}'}",
+        "not before": text_of_moment(record.not_before) if record.not_before else "",
+        "expires": text_of_moment(record.expires_at) if record.expires_at is not None else "never",
+        "revoked": text_of_moment(record.revoked_at) if record.revoked_at is not None else "",
+        "old secret": f"valid until {text_of_moment(old.valid_until)}" if old and now < old.valid_until else "",
+    }
+    width = max(map(len, lines))
+    return "\n".join(f"{name:<{width}}  {text}" for name, text in lines.items() if text)
+
+
+def fields_of_key(record: KeyRecord, now: float) -> dict[str, Any]:
+    """Returns a key for JSON; times are Unix times in seconds."""
+    old = record.old_secret
+    return {name: getattr(record, name) for name in _FIELDS} | {
+        "limits": {name: getattr(record.limits, name) for name in _LIMITS},
+        "old_secret_valid_until": old.valid_until if old else None,
+        "state": state_of(record, now),
+    }
+
+
+def _row(record: KeyRecord, now: float) -> tuple[str, ...]:
+    expires = text_of_moment(record.expires_at) if record.expires_at is not None else "-"
+    return (
+        record.id,
+        _printable(record.tenant),
+        _printable(record.name) or "-",
+        str(record.role),
+        _models(record),
+        _limits(record.limits),
+        expires,
+        str(state_of(record, now)),
+    )
+
+
+def _line(row: Iterable[str], widths: Iterable[int]) -> str:
+    return "  ".join(
+        f"{cell}{' ' * (width - cell_len(cell))}" for cell, width in zip(row, widths, strict=True)
+    ).rstrip()
+
+
+def _models(record: KeyRecord) -> str:
+    return _printable(",".join(record.models))
+
+
+def _limits(limits: KeyLimits) -> str:
+    set_ones = [f"{getattr(limits, name):,} {text}" for name, text in _LIMITS.items() if getattr(limits, name)]
+    return ", ".join(set_ones) or "-"
+
+
+def _printable(text: str) -> str:
+    """Returns a text that can't move a terminal's cursor."""
+    return "".join(char if char.isprintable() else "?" for char in text)
