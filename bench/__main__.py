@@ -32,6 +32,7 @@ GROUPS = (
             "gateway_overhead": "bench.gateway.overhead",
             "choice": "bench.router.choice",
             "fleet": "bench.router.fleet",
+            "scale": "bench.router.scale",
             "router_cost": "bench.router.router_cost",
             "onnx_1": "bench.serving.decode --against onnxruntime --prompt 64 --tokens 64 --pairs 9 --starts 3",
             "onnx_8": (

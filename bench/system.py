@@ -133,6 +133,12 @@ def cpu_seconds(pid: int) -> float:
     return time.clock_gettime((~pid << 3) | _CPU_CLOCK)
 
 
+def resident_mib(pid: int) -> float:
+    """Returns the resident memory of a process."""
+    line = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmRSS"))
+    return int(line.split()[1]) / 1_024
+
+
 def main_thread_seconds(pid: int) -> float:
     """Returns the CPU seconds that a process's main thread has used so far, exact to a microsecond."""
     return int(Path(f"/proc/{pid}/schedstat").read_text().split()[0]) / 1e9
