@@ -138,6 +138,27 @@ def test_a_stream_outlives_its_router_and_then_its_worker(system: System, lose: 
     assert system.client.heard[asked.inbox].workers == {1: "w0", 2: "w1"}
 
 
+@pytest.mark.parametrize("twentieth", range(20))
+def test_streams_outlive_their_worker_a_second_and_a_half_after_their_router_was_killed_and_started_again(
+    system: System, twentieth: int
+) -> None:
+    """At whatever point of the second between two checks it dies, and whether it is back in time to be asked again, or
+    to be offered the streams before it knows their worker."""
+    for seed in range(1, 4):
+        system.client.ask(90, seed=seed)
+    system.add_worker()
+    system.world.run(0.5 + twentieth / 20)
+    system.kill_router()
+    system.world.run(0.1)
+    system.routers.append(RouterProcess(system.world, system.broker, "r0"))
+    system.broker.pick = lambda members: members[-1]
+    system.world.run(1.4)
+    system.kill_worker()
+    system.finish()
+    assert [asked.is_whole for asked in system.client.asked] == [True] * 3
+    assert {heard.workers[2] for heard in system.client.heard.values()} == {"w1"}
+
+
 def test_a_stream_outlives_one_router_after_another(system: System) -> None:
     system.client.ask(150, seed=1)
     system.world.run(1.0)

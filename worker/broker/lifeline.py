@@ -106,6 +106,12 @@ class Lifeline:
         """Snapshot inboxes of routers that know no beats."""
         return len(self._earlier_routers)
 
+    @property
+    def is_all_passed_on(self) -> bool:
+        """Whether every router passes on what clients ask of workers. Those that know no beats pass nothing on, and a
+        stream that one of them has just placed may be cancelled at once."""
+        return not self._earlier_routers
+
     def join(self, member: Member) -> None:
         """Looks after a replica from now on, in the present context."""
         self._members[member] = contextvars.copy_context()

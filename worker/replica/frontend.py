@@ -79,9 +79,8 @@ class Frontend:
         prefixes = settings.inbox_prefixes
         self._endpoints = Endpoints(bus, names, self.announcer, self.streams, prefixes, commands, metrics)
         self._guardians = Guardians(bus, names, self.announcer, self._outbox, self.streams, reach)
-        # a router of an earlier version passes nothing on, and a stream that it places may be cancelled at once
         self._guardians.listen = lambda wanted: self._endpoints.clients.listen(
-            wanted=wanted or line.num_earlier_routers > 0
+            wanted=wanted or not line.is_all_passed_on
         )
         self.streams.on_accepted = self._guardians.accepted
         self._tick_failed_at: dict[str, float] = {}

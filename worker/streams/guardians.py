@@ -13,21 +13,12 @@ import asyncio
 import itertools
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import structlog
 from nats.aio.msg import Msg
 
-from tokenbus.protocol import tasks
-from tokenbus.protocol.bus.bus import (
-    Bus,
-    NoRespondersError,
-    OutboundBufferLimitError,
-    Outgoing,
-    PayloadTooLargeError,
-    is_no_responders,
-    lease_time,
-)
+from tokenbus.protocol.bus.bus import Bus, OutboundBufferLimitError, is_no_responders, lease_time
 from tokenbus.protocol.parts.sender import PartsSender
 from tokenbus.protocol.ttl_cache import TTLCache
 from tokenbus.protocol.wire import codec, errors, internal, limits, subjects
@@ -35,6 +26,7 @@ from tokenbus.protocol.wire.checks import validation
 from tokenbus.worker.broker.announcer import Announcer
 from tokenbus.worker.broker.fence import FENCE_S
 from tokenbus.worker.broker.own_subjects import OwnSubjects
+from tokenbus.worker.streams.offers import Offers
 from tokenbus.worker.streams.outbox import Outbox
 from tokenbus.worker.streams.router_reach import RouterReach, token_of
 from tokenbus.worker.streams.stream import WorkerStream
@@ -45,16 +37,15 @@ _unguarded = codec.Decoder(internal.Unguarded)
 _CHECK_INTERVAL_S = 1.0
 _CONFIRM_S = 0.05
 """If a router's subject has no subscriber, the router is asked again after this time: it may just be reconnecting."""
+_UNHEARD_TTL_S = 0.5
+"""Two notices that are further apart say nothing together: the router may have listened in between."""
 _MAX_UNANSWERED = 3
 """A guardian that misses this many rounds of checks in a row counts as gone."""
 _ANSWERING_TTL_S = 3_600.0
 _MAX_ANSWERING = 256
-"""The number of routers that a worker remembers as answering every check."""
+"""The number of routers that a worker remembers as answering every check, or as not heard."""
 _MAX_KEY_BYTES = 3 * limits.MAX_NAME_BYTES + limits.MAX_ID_BYTES + 8
 """The most bytes that a request's key takes in a message."""
-_OFFERED_BYTES = 4 * 1024 * 1024
-"""The most bytes of offers that are published at once. If a router that is gone had many streams with long prompts, all
-their offers together could delay pings for so long that the frontend fences itself."""
 
 
 class Guardians:
@@ -74,15 +65,14 @@ class Guardians:
         self._announcer = announcer
         self._outbox = outbox
         self._streams = streams
-        self._replies_to = names.worker(announcer.model, announcer.worker_id, "guarded")
+        self._offers = Offers(connection, names, announcer, outbox)
         self._reach = reach
         self._checked_at = 0.0
         self._num_ticks = 0
         self._num_unanswered: Counter[str] = Counter()
         """Rounds since the last answer, by the router's subject token."""
         self._numbers = itertools.count(1)
-        self._is_suspect = False
-        self._unheard_since: dict[str, float] = {}
+        self._unheard_since: TTLCache[float] = TTLCache(_UNHEARD_TTL_S, _MAX_ANSWERING)
         """When the broker first reported that a router's subject has no subscriber, by the router's subject token."""
         self._answering: TTLCache[bool] = TTLCache(_ANSWERING_TTL_S, _MAX_ANSWERING)
         """Routers that have answered a check about streams that they know, by subject token."""
@@ -91,9 +81,6 @@ class Guardians:
         token."""
         self.listen: Callable[[bool], None] = lambda wanted: None
         """Called with whether cancels and resyncs of some stream may not be passed on to this worker."""
-        self._sender: PartsSender | None = None
-        self._large_offers: dict[str, asyncio.Task[None]] = {}
-        """Offers being sent in parts, by the stream's key."""
         self._log = structlog.get_logger().bind(worker_id=announcer.worker_id)
 
     def __repr__(self) -> str:
@@ -101,37 +88,21 @@ class Guardians:
 
     async def open(self, own: OwnSubjects, sender: PartsSender) -> None:
         """Subscribes. The broker sends its no-responders notices over the connection that asked."""
-        self._sender = sender
+        self._offers.open(sender)
         subject = self._names.worker(self._announcer.model, self._announcer.worker_id, "unguarded.*")
         await self._connection.subscribe(subject, self._on_unguarded)
         own.serve("guarded", self._on_reply)
 
     def tick(self, now: float) -> None:
-        """Asks every guardian, and offers the streams that have none, each about once a second."""
-        leased = lease_time()
+        """Asks every guardian once a second, distant ones more often, and offers the streams that have none."""
         self._reach.network = self._connection.network
-        guarded = self._guarded()
-        waiting = {one.guardian for one in self._streams.held if one.hold is not None and one.hold.reached_at}
-        asked = dict.fromkeys(self._reach.to_ask(leased), ()) if any(True for _ in self._streams.held) else {}
         is_round = now - self._checked_at >= _CHECK_INTERVAL_S
         if is_round:
             self._checked_at = now
-            self._passing_on.difference_update(self._num_unanswered)
-            self._lose_silent(guarded, now, leased)
-            guarded = self._guarded()
+            self._lose_silent(now)
+        self._ask(is_round=is_round)
         self._say_if_heard()
-        self._num_ticks += 1
-        for router_id, streams in (asked | guarded).items():
-            if is_round or (self._reach.is_distant(router_id) and (self._num_ticks % 2 == 0 or router_id in waiting)):
-                is_asked = self._check(router_id, streams)
-                if is_asked and is_round:
-                    self._num_unanswered[token_of(router_id)] += 1
-        self._note_link(leased)
-        if not is_round:
-            return
-        self._offer([stream for stream in self._streams if stream.guardian is None])
-        for token in [token for token, since in self._unheard_since.items() if now - since >= _CHECK_INTERVAL_S / 2]:
-            del self._unheard_since[token]
+        self._offer(now)
 
     def accepted(self, run: internal.Run) -> None:
         """Notes which router has placed a stream here."""
@@ -158,30 +129,36 @@ class Guardians:
                 guarded[stream.guardian].append(stream)
         return dict(guarded)
 
-    def _note_link(self, leased: float) -> None:
-        """Logs when a link seems to be down while streams are held, and when none does any more."""
-        num_held = sum(1 for _ in self._streams.held)
-        is_suspect = num_held > 0 and self._reach.is_link_suspect(leased)
-        if is_suspect and not self._is_suspect:
-            self._log.warning("link_suspected", routers=self._reach.to_ask(leased), streams=num_held)
-        elif self._is_suspect and not is_suspect:
-            self._log.info("link_back", streams=num_held)
-            self._streams.held.link_back()
-        self._is_suspect = is_suspect
-
-    def _lose_silent(self, guarded: Mapping[str, Sequence[WorkerStream]], now: float, leased: float) -> None:
+    def _lose_silent(self, now: float) -> None:
         """Takes their streams from guardians that have stopped answering, unless the link to them seems to be down."""
+        self._passing_on.difference_update(self._num_unanswered)
+        guarded = self._guarded()
         for token in self._num_unanswered.keys() - {token_of(router_id) for router_id in guarded}:
             del self._num_unanswered[token]
         for router_id, streams in guarded.items():
             token = token_of(router_id)
             if self._num_unanswered[token] < _MAX_UNANSWERED:
                 continue
-            if self._reach.is_distant(router_id) and self._reach.is_link_suspect(leased):
+            if self._reach.is_distant(router_id) and self._reach.is_link_suspect(lease_time()):
                 continue
             del self._num_unanswered[token]
             if self._answering.get(token, now):
                 self._lose(token, [stream for stream in streams if stream.terminal is None])
+
+    def _ask(self, *, is_round: bool) -> None:
+        """Asks every guardian in a round, and between two rounds distant ones: every second time, or each time if a
+        client that was out of reach waits for the answer."""
+        self._num_ticks += 1
+        held = list(self._streams.held)
+        # some guard nothing here, but show whether their links are up
+        asked: dict[str, Sequence[WorkerStream]] = dict.fromkeys(self._reach.to_ask(lease_time()), ()) if held else {}
+        awaited = {stream.guardian for stream in held if stream.hold is not None and stream.hold.reached_at}
+        for router_id, streams in (asked | self._guarded()).items():
+            is_due = is_round or (
+                self._reach.is_distant(router_id) and (self._num_ticks % 2 == 0 or router_id in awaited)
+            )
+            if is_due and self._check(router_id, streams) and is_round:
+                self._num_unanswered[token_of(router_id)] += 1
 
     def _check(self, router_id: str, streams: Sequence[WorkerStream]) -> bool:
         """Asks a router about some streams; returns whether that could be published."""
@@ -214,6 +191,7 @@ class Guardians:
                 self._passing_on.add(token)
             self._answering.put(token, True, now)
             self._num_unanswered.pop(token, None)
+            self._unheard_since.pop(token)
             self._reach.answered(token, answer.number, answer.network, lease_time())
             self._apply(token, answer)
             return
@@ -224,11 +202,11 @@ class Guardians:
         self._reach.no_responders(token, lease_time())
         self._passing_on.discard(token)
         self._say_if_heard()
-        if token not in self._unheard_since:
-            self._unheard_since[token] = now
+        if (unheard_since := self._unheard_since.get(token, now)) is None:
+            self._unheard_since.put(token, now, now)
             self._streams.held.probe_flowing(self._of(token))
             asyncio.get_running_loop().call_later(_CONFIRM_S, self._check_again, token)
-        elif now - self._unheard_since[token] >= _CONFIRM_S:
+        elif now - unheard_since >= _CONFIRM_S:
             # one whose client is out of reach too keeps its guardian: the link to both may be down
             self._lose(token, [stream for stream in self._of(token) if not self._is_cut_off(stream)])
 
@@ -266,7 +244,7 @@ class Guardians:
     def _check_again(self, token: str) -> None:
         for router_id, streams in self._guarded().items():
             if token_of(router_id) == token:
-                self._check(router_id, streams[:1])
+                self._check(router_id, streams)
 
     def _of(self, token: str) -> Iterator[WorkerStream]:
         """Returns the streams whose guardian has this subject token."""
@@ -279,50 +257,10 @@ class Guardians:
         for stream in streams:
             stream.guardian = None
         self._say_if_heard()
-        self._offer(streams)
+        self._offer(time.monotonic())
 
-    def _offer(self, streams: Sequence[WorkerStream]) -> None:
-        """Offers each stream to one router, with the tokens that all earlier log entries reported for it."""
-        if not streams or not self._outbox.flush():
-            return
-        subject = self._names.guard(self._announcer.model, self._announcer.worker_id)
-        num_bytes, now = 0, time.monotonic()
-        for stream in sorted(streams, key=lambda stream: stream.offered_at):
-            if stream.terminal is not None:  # the flush has ended it
-                continue
-            if stream.key in self._large_offers:
-                continue
-            guard = internal.Guard(run=stream.to_run(now), stream_no=stream.stream_no, hash_scheme=stream.hash_scheme)
-            payload = codec.encode(guard)
-            num_bytes += len(payload)
-            if num_bytes > _OFFERED_BYTES and num_bytes > len(payload):
-                return
-            stream.offered_at = now
-            if self._sender is not None and not self._sender.fits(payload):
-                self._start_large(self._sender, stream, Outgoing(subject, payload, self._replies_to))
-                continue
-            try:
-                self._connection.publish(subject, payload, self._replies_to)
-            except (OutboundBufferLimitError, ConnectionError):
-                return
-
-    def _start_large(self, sender: PartsSender, stream: WorkerStream, offer: Outgoing) -> None:
-        task = tasks.background("offer a large stream", self._offer_large(sender, stream, offer))
-        self._large_offers[stream.key] = task
-        task.add_done_callback(lambda _: self._large_offers.pop(stream.key))
-
-    async def _offer_large(self, sender: PartsSender, stream: WorkerStream, offer: Outgoing) -> None:
-        """Sends an offer in parts. Unless that fails for good, a failed offer is sent again a second later."""
-        try:
-            last = await sender.stage(offer)
-            self._connection.publish(last.subject, last.payload, last.reply, last.headers)
-        except (NoRespondersError, OutboundBufferLimitError, TimeoutError, ConnectionError):
-            return
-        except (PayloadTooLargeError, errors.RequestError) as error:
-            if isinstance(error, errors.RequestError) and error.error.code is not errors.Code.PAYLOAD_TOO_LARGE:
-                return
-            stream.guardian = ""  # no router can take it
-            self._log.error("stream_not_offered", request_id=stream.key)
+    def _offer(self, now: float) -> None:
+        self._offers.make([stream for stream in self._streams if stream.guardian is None], now)
 
     def _on_reply(self, message: Msg) -> None:
         try:
@@ -335,6 +273,7 @@ class Guardians:
         if stream is None or stream.run.attempt != reply.attempt or stream.guardian is not None:
             return
         if not reply.accepted:
+            self._offers.refused(stream)
             return
         stream.guardian = reply.router_id
         self._reach.heard(reply.router_id, lease_time())

@@ -54,6 +54,7 @@ class HeldStreams:
         self._reach = reach
         self._telemetry = telemetry
         self._holds = Holds(Patience(settings.gone_after_s, settings.link_patience_s))
+        self._is_link_suspect = False
         outbox.on_late = self.hold_unconfirmed
 
     def __repr__(self) -> str:
@@ -98,11 +99,11 @@ class HeldStreams:
     def tick(self) -> None:
         """Probes the clients of held streams; lets streams flow again, or gives them up."""
         self.hold_unconfirmed()
+        now = lease_time()
+        is_suspect = self._note_link(now)
         if not self._holds:
             return
-        now = lease_time()
         self._holds.confirmed(self._outbox.confirmed_at)
-        is_suspect = self._reach.is_link_suspect(now)
         for stream in list(self):
             if self._settle(stream, now):
                 continue
@@ -119,10 +120,6 @@ class HeldStreams:
         for stream in streams:
             self._outbox.put_head(stream, time.monotonic())
         self._outbox.flush()
-
-    def link_back(self) -> None:
-        """Probes all held streams at once."""
-        self._holds.hurry(lease_time())
 
     def reconnected(self) -> None:
         """Gives no client up for a while: after a reconnect, clients may still be reconnecting too."""
@@ -141,6 +138,18 @@ class HeldStreams:
     def clear(self) -> None:
         """Forgets every stream."""
         self._holds.clear()
+
+    def _note_link(self, now: float) -> bool:
+        """Returns whether a link seems to be down while streams are held. Once none does any more, all are probed at
+        once."""
+        is_suspect = len(self._holds) > 0 and self._reach.is_link_suspect(now)
+        if is_suspect and not self._is_link_suspect:
+            self._telemetry.link_suspected(self._reach.to_ask(now), len(self._holds))
+        elif self._is_link_suspect and not is_suspect:
+            self._telemetry.link_back(len(self._holds))
+            self._holds.hurry(now)
+        self._is_link_suspect = is_suspect
+        return is_suspect
 
     def _hold(self, stream: WorkerStream, offset: int) -> Hold:
         """Publishes nothing more for a stream whose client lacks everything from `offset` on."""

@@ -1,6 +1,6 @@
 """Logs, counts and traces the requests of one worker: always one line at the start and one at the end."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import structlog
@@ -121,6 +121,14 @@ class StreamTelemetry:
         """Records that a held stream flows again."""
         self._metrics.released_streams.inc()
         self._log.info("stream_released", request_id=stream.key, held_s=round(held_s, 2), tokens=lacked_tokens)
+
+    def link_suspected(self, routers: Sequence[str], num_streams: int) -> None:
+        """Records that none of these distant routers can be reached while streams are held."""
+        self._log.warning("link_suspected", routers=routers, streams=num_streams)
+
+    def link_back(self, num_streams: int) -> None:
+        """Records that some of them can, or that no stream is held any more."""
+        self._log.info("link_back", streams=num_streams)
 
     def client_gone(self, stream: WorkerStream, held_s: float) -> None:
         """Records that a stream's client is gone."""

@@ -165,6 +165,20 @@ def test_a_guardian_that_listens_again_within_50_ms_keeps_its_streams(stage: Gua
     assert len(asked) == 4  # again after 50 ms, and then once a second
 
 
+def test_a_guardian_that_is_back_under_its_name_after_50_ms_is_asked_about_all_its_streams(stage: Guarded) -> None:
+    """It knows none of them, and may not say so only about one."""
+    for name in ("r1", "r2", "r3"):
+        stage.run(name=name, max_tokens=90)
+    notices: list[float] = []
+    stage.frontend.bus.tap = lambda message: (
+        notices.append(stage.world.now) if ".unguarded." in message.subject else None
+    )
+    stage.world.run_until(lambda: len(notices) == 1)
+    asked = stage.listen()
+    stage.world.run(0.1)
+    assert [sorted(check.request_ids) for check in asked] == [["default:r1", "default:r2", "default:r3"]]
+
+
 def test_of_a_guardian_s_streams_those_that_it_does_not_know_are_offered(stage: Guarded) -> None:
     stage.listen()
     for name in ("r1", "r2"):
@@ -284,7 +298,6 @@ def test_the_log_names_at_once_whoever_accepts_an_offer_first_and_the_offers_end
 @pytest.mark.parametrize(
     "claim",
     [
-        {"accepted": False},
         {"attempt": 2},
         {"key": "default:r2"},
         {"router_id": ""},
@@ -302,6 +315,21 @@ def test_a_reply_that_accepts_nothing_leaves_a_stream_without_a_guardian(
     assert (stage.named, stage.guardian) == ([], "")
     stage.world.run(1.1)
     assert len(stage.offers) == 2
+
+
+def test_a_refused_offer_is_soon_made_again_and_ever_later_while_it_is_refused(stage: Guarded) -> None:
+    """The next one may reach another router, or the same one when it knows the worker better."""
+    stage.run(max_tokens=90)
+    stage.world.run_until(lambda: len(stage.offers) == 1)
+    while len(stage.offers) < 9:
+        count = len(stage.offers)
+        stage.answer(accepted=False)
+        stage.world.run_until(lambda count=count: len(stage.offers) > count)
+    times = [at for at, _ in stage.offers]
+    assert times[3] - times[0] < 0.9
+    assert times[8] - times[7] == pytest.approx(1.0, abs=0.2)
+    stage.answer("r9")
+    assert (stage.guardian, len(stage.offers)) == ("r9", 9)
 
 
 def test_an_offer_without_an_answer_is_repeated_every_second_with_the_tokens_until_then(stage: Guarded) -> None:
@@ -333,8 +361,9 @@ def test_while_the_broker_takes_nothing_nobody_is_asked_and_nothing_is_offered(s
     asked.clear()
     stage.frontend.bus.is_busy = True
     stage.world.run(1.2)
+    assert (len(stage.offers), len(asked)) == (1, 0)
     stage.frontend.bus.is_busy = False
-    stage.world.run(1.2)
+    stage.world.run(0.9)
     assert (len(stage.offers), len(asked)) == (2, 1)
 
 
