@@ -3,6 +3,7 @@
 from tokenbus.client.answer import Answer, AnswerChunk, AnswerTimings, CallDelta, TokenUsage, ToolCall
 from tokenbus.client.client import Client
 from tokenbus.client.errors import (
+    AccessDeniedError,
     BrokerUnreachableError,
     DeadlineExceededError,
     InvalidRequestError,
@@ -30,6 +31,7 @@ from tokenbus.protocol.wire.errors import RequestError as RequestError
 from tokenbus.protocol.wire.messages import FinishReason
 
 __all__ = [
+    "AccessDeniedError",
     "Answer",
     "AnswerChunk",
     "AnswerTimings",

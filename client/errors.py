@@ -83,6 +83,10 @@ class ModelNotFoundError(TokenbusError, LookupError):
     """No worker has ever served the model, or the adapter."""
 
 
+class AccessDeniedError(TokenbusError, PermissionError):
+    """The API key is not valid, or does not allow what was asked."""
+
+
 class OverloadedError(TokenbusError):
     """All queues are full, or the tenant has used up its share: try again after `retry_after` seconds."""
 
@@ -118,9 +122,12 @@ CODE_TO_ERROR: dict[Code, type[TokenbusError]] = {
     Code.DUPLICATE_REQUEST: InvalidRequestError,
     Code.PAYLOAD_TOO_LARGE: InvalidRequestError,
     Code.MODEL_NOT_FOUND: ModelNotFoundError,
+    Code.UNAUTHORIZED: AccessDeniedError,
+    Code.FORBIDDEN: AccessDeniedError,
     Code.OVERLOADED: OverloadedError,
     Code.NO_WORKER: UnavailableError,
     Code.INSUFFICIENT_MEMORY: UnavailableError,
+    Code.KEYS_UNAVAILABLE: UnavailableError,
     Code.ENGINE_POISONED: UnavailableError,
     Code.SHUTTING_DOWN: UnavailableError,
     Code.WORKER_LOST: RequestLostError,

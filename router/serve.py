@@ -7,7 +7,7 @@ import random
 import secrets
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import structlog
@@ -20,6 +20,7 @@ from tokenbus.protocol.bus.reply_sender import ReplySender
 from tokenbus.protocol.process import signals
 from tokenbus.protocol.telemetry import metrics, status, tracing
 from tokenbus.protocol.wire import subjects
+from tokenbus.router.access.key_checks import KeyChecks
 from tokenbus.router.fleet.fleet import Fleet
 from tokenbus.router.fleet.model_part import ModelPart
 from tokenbus.router.placement.policies import make_policies
@@ -30,6 +31,7 @@ from tokenbus.router.requests.calls.client_calls import CallKind, ClientCalls
 from tokenbus.router.requests.calls.pooling import EmbedCalls, RerankCalls
 from tokenbus.router.requests.calls.tokenizing import DetokenizeCalls, TokenizeCalls
 from tokenbus.router.requests.dispatch import Dispatcher
+from tokenbus.router.requests.flights.ends import RequestEnds
 from tokenbus.router.requests.flights.flight import Flights
 from tokenbus.router.requests.flights.request_telemetry import FlightTelemetry
 from tokenbus.router.requests.flights.worker_client import AnyWorker, WorkerClient
@@ -66,8 +68,11 @@ class Router:
         settings: RouterSettings,
         rng: random.Random,
         tracer: tracing.Tracer,
+        keys: KeyChecks | None = None,
     ) -> None:
+        """`keys` checks requests that name an API key; without it there are none."""
         self.metrics = RouterMetrics()
+        self.ends = RequestEnds()
         own_site = OwnSite(settings.site, settings.site_cost_s)
         self.fleet = Fleet(time.monotonic(), settings.expected_models, own_site)
         self.flights = Flights(settings.max_flights, settings.max_prompt_bytes)
@@ -97,8 +102,9 @@ class Router:
             terminals,
             self._rate_limiter,
             self._telemetry,
+            self.ends,
         )
-        self._calls = ClientCalls(self._replies, tracer)
+        self._calls = ClientCalls(self._replies, tracer, self.ends)
         kinds: list[CallKind[Any, Any]] = [
             EmbedCalls(any_worker, workers, self.fleet, self._loads, rng, self.metrics),
             RerankCalls(any_worker, workers, self.fleet, self._loads, rng, self.metrics),
@@ -125,6 +131,7 @@ class Router:
             self.metrics,
             self._part,
             self._listing,
+            keys,
         )
         self._guardianship = Guardianship(
             bus,
@@ -254,19 +261,30 @@ async def serve(settings: RouterSettings, read_settings: Callable[[], RouterSett
         stack.push_async_callback(connection.close)
         names = subjects.Subjects(settings.prefix)
         tracer = await stack.enter_async_context(tracing.exporting(settings.otlp_traces_endpoint, "router", router_id))
-        router = Router(connection, names, router_id, settings, random.Random(), tracer)
+        keys = settings.key_settings.watch(connection, settings.prefix) if settings.key_settings.are_used else None
+        checks = None if keys is None else KeyChecks(keys.ring)
+        router = Router(connection, names, router_id, settings, random.Random(), tracer, checks)
         page = metrics.MetricsCollector(router.metrics.families(), router.update_gauges)
         shown = status.serving(settings.status_page, page.registry, lambda: router.unready_reason)
         await stack.enter_async_context(shown)
+        if keys is not None:
+            await keys.open()
         await router.open()
         signals.on_hangup(read_settings, router.update_settings)
         tasks.background("probe the broker", ping_probe.warn_if_slow(settings.broker))
         structlog.get_logger().info("router_ready", policy=settings.policy)
-        await _run(settings, connection, router, stop)
+        watched = [] if keys is None else [keys.watch()]
+        await _run(settings, connection, router, stop, watched)
 
 
-async def _run(settings: RouterSettings, bus: OwnedBus, router: Router, stop: asyncio.Event) -> None:
-    running: list[asyncio.Task[None]] = [tasks.awaited(one) for one in (router.run(), bus.wait_closed())]
+async def _run(
+    settings: RouterSettings,
+    bus: OwnedBus,
+    router: Router,
+    stop: asyncio.Event,
+    watched: Sequence[Coroutine[Any, Any, None]],
+) -> None:
+    running: list[asyncio.Task[None]] = [tasks.awaited(one) for one in (router.run(), bus.wait_closed(), *watched)]
     stopped = tasks.awaited(stop.wait())
     try:
         await asyncio.wait([stopped, *running], return_when=asyncio.FIRST_COMPLETED)

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from tokenbus.client import *
 
 __all__ = [
+    "AccessDeniedError",
     "Answer",
     "AnswerChunk",
     "AnswerTimings",

@@ -4,6 +4,7 @@ The gateway and the command line use it directly; people use `Client`, which is 
 
 import asyncio
 import contextlib
+import copy
 import functools
 import secrets
 import time
@@ -58,9 +59,11 @@ class WireClient:
         encoding: codec.Encoding,
         tracer: tracing.Tracer,
         inbox_prefix: str = "",
+        key_id: str = "",
     ) -> None:
         self._connection = connection
         self._tenant = tenant
+        self._key_id = key_id
         self._names = subjects.Subjects(prefix)
         self._encoding = encoding
         self._tracer = tracer
@@ -84,18 +87,22 @@ class WireClient:
         url: str = "nats://127.0.0.1:4222",
         *,
         tenant: str = subjects.DEFAULT_TENANT,
+        key_id: str = "",
         prefix: str = subjects.DEFAULT_PREFIX,
         encoding: codec.Encoding = codec.Encoding.JSON,
         connect_timeout_s: float = 10.0,
         settings: nats.BusSettings | None = None,
         tracer: tracing.Tracer | None = None,
     ) -> "WireClient":
-        """`settings` hold more about the broker than its address: credentials, TLS, the inbox. `tracer` records a span
+        """`settings` hold more about the broker than its address: credentials, TLS, the inbox. `key_id` is that of the
+        API key with which they connect, if it is one: requests name it. `tracer` records a span
         for each stream, as a child of the current one: `opentelemetry.trace.get_tracer(...)` in a traced application.
         Raises ConnectionError when the broker can't be reached."""
         settings = settings or nats.BusSettings(url=url, connect_timeout_s=connect_timeout_s)
         connection = await nats.connect(settings, name="tokenbus client")
-        return await cls.from_connection(connection, tenant=tenant, prefix=prefix, encoding=encoding, tracer=tracer)
+        return await cls.from_connection(
+            connection, tenant=tenant, key_id=key_id, prefix=prefix, encoding=encoding, tracer=tracer
+        )
 
     @classmethod
     async def from_connection(
@@ -103,12 +110,13 @@ class WireClient:
         connection: bus.OwnedBus,
         *,
         tenant: str = subjects.DEFAULT_TENANT,
+        key_id: str = "",
         prefix: str = subjects.DEFAULT_PREFIX,
         encoding: codec.Encoding = codec.Encoding.JSON,
         tracer: tracing.Tracer | None = None,
     ) -> "WireClient":
         """Makes a client that uses an existing connection. Closing the client closes the connection."""
-        client = cls(connection, tenant, prefix, encoding, tracer or tracing.NoopTracer())
+        client = cls(connection, tenant, prefix, encoding, tracer or tracing.NoopTracer(), key_id=key_id)
         connection.on_reconnect = client._reconnected
         connection.on_permissions_violation = client._permissions_violated
         await client._inbox.open()
@@ -123,6 +131,14 @@ class WireClient:
         other = WireClient(self._connection, tenant, self._names.prefix, self._encoding, self._tracer, inbox_prefix)
         await other._inbox.open()
         self._inboxes.append(other._inbox)
+        return other
+
+    def with_key(self, key_id: str) -> "WireClient":
+        """Returns a client of the same tenant and inbox whose requests name a key; an empty id names none. It costs
+        nothing to make, and is not closed."""
+        other = copy.copy(self)
+        other._key_id = key_id
+        other._served = SharedAnswer(functools.partial(other.models, with_workers=False))
         return other
 
     async def release_tenant(self, other: "WireClient") -> None:
@@ -161,7 +177,7 @@ class WireClient:
         if self._encoding is codec.Encoding.MSGPACK:
             request = _packed(request)
         # may raise, so it comes before the span starts
-        subject = "" if model is None else self._names.generate(model, self._tenant)
+        subject = "" if model is None else self._names.generate(model, self._tenant, self._key_id)
         span = self._begin_span(model, request, headers)
         stream = ChunkStream(request, self._encoding, self._inbox, time.monotonic(), span, subject, resume=resume)
         if model is None:
@@ -177,7 +193,7 @@ class WireClient:
         return default_model({one.model: one.features for one in served}, feature)
 
     async def _default_subject(self) -> str:
-        return self._names.generate(await self.default_model("generate"), self._tenant)
+        return self._names.generate(await self.default_model("generate"), self._tenant, self._key_id)
 
     def generate_choices(
         self, model: str, requests: Sequence[messages.GenerateRequest], n: int, *, headers: tracing.Headers = None
@@ -214,7 +230,9 @@ class WireClient:
         if asked.model is None and asked.after is None and asked.limit is None:
             asked = codec.replace(asked, limit=_PAGE_WORKERS)
         payload = codec.encode(asked, self._encoding)
-        page = self._read(_models, await self._request(self._names.models_for(self._tenant), payload, timeout_s))
+        page = self._read(
+            _models, await self._request(self._names.models_for(self._tenant, self._key_id), payload, timeout_s)
+        )
         if page.error is not UNSET:
             raise errors.RequestError(page.error)
         return page
@@ -224,16 +242,18 @@ class WireClient:
 
         Waits a little longer than the request's `timeout_ms`, as the calls below do. They raise ValueError for an
         invalid model name."""
-        return await self._ask_under_id(self._names.embed(model, self._tenant), request, _embeds)
+        return await self._ask_under_id(self._names.embed(model, self._tenant, self._key_id), request, _embeds)
 
     async def rerank(self, model: str, request: messages.RerankRequest) -> messages.RerankReply:
         """Returns a request's documents ordered by relevance. Raises RequestError on failure."""
-        return await self._ask_under_id(self._names.rerank(model, self._tenant), request, _reranks)
+        return await self._ask_under_id(self._names.rerank(model, self._tenant, self._key_id), request, _reranks)
 
     async def tokenize(self, model: str, request: messages.TokenizeRequest) -> messages.TokenizeReply:
         """Returns the tokens of a prompt, or only their number. Raises RequestError on failure."""
         timeout_s = _timeout_s(request.timeout_ms)
-        reply = await self._ask_once(self._names.tokenize(model, self._tenant), request, _tokenizes, timeout_s)
+        reply = await self._ask_once(
+            self._names.tokenize(model, self._tenant, self._key_id), request, _tokenizes, timeout_s
+        )
         if request.continue_final_message and reply.continues is not True:
             raise errors.unsupported_field(validation.CONTINUE, "the routers are of an earlier version")
         return reply
@@ -251,12 +271,14 @@ class WireClient:
     async def _hint(self, model: str, session_id: str, ttl_s: float) -> None:
         control = messages.CacheControl(ttl_ms=1e3 * ttl_s)
         request = messages.CacheRequest(session_id=session_id, cache_control=control)
-        await self._ask_once(self._names.cache(model, self._tenant), request, _caches, _ANSWER_S)
+        await self._ask_once(self._names.cache(model, self._tenant, self._key_id), request, _caches, _ANSWER_S)
 
     async def detokenize(self, model: str, request: messages.DetokenizeRequest) -> messages.DetokenizeReply:
         """Returns the text of tokens. Raises RequestError on failure."""
         timeout_s = _timeout_s(request.timeout_ms)
-        return await self._ask_once(self._names.detokenize(model, self._tenant), request, _detokenizes, timeout_s)
+        return await self._ask_once(
+            self._names.detokenize(model, self._tenant, self._key_id), request, _detokenizes, timeout_s
+        )
 
     async def _ask_under_id(
         self,

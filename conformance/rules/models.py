@@ -63,6 +63,18 @@ async def models_of_tenant(probe: Probe) -> None:
         check_models(await probe.call(probe.names.models_for(tenant), {}))
 
 
+async def unknown_key(probe: Probe) -> None:
+    """A request with the id of an unknown key is refused, or no router listens where keys are named."""
+    for subject_of, body in (
+        (probe.names.generate, short_request(1)),
+        (probe.names.tokenize, {"prompt": PROMPT}),
+    ):
+        subject = subject_of(probe.target.model, probe.tenant, "wire-check")
+        if await probe.is_answered(subject, body, 0.2):
+            code = ((await probe.call(subject, body)).get("error") or {}).get("code")
+            expect(code in ("unauthorized", "keys_unavailable"), f"an unknown key is answered with {code}")
+
+
 async def tenants_isolated(probe: Probe) -> None:
     """Two tenants may use the same id at the same time."""
     mine = await probe.live()

@@ -8,6 +8,7 @@ from tokenbus.protocol.wire import errors
 
 _CODES = {
     str(errors.Code.PROMPT_TOO_LONG): "context_length_exceeded",
+    str(errors.Code.UNAUTHORIZED): "invalid_api_key",
     str(errors.Code.OVERLOADED): "rate_limit_exceeded",
 }
 """OpenAI's names for codes on which its clients act."""

@@ -12,6 +12,8 @@ class Code(enum.StrEnum):
     INVALID_REQUEST = "invalid_request"
     PROMPT_TOO_LONG = "prompt_too_long"
     UNSUPPORTED = "unsupported"
+    UNAUTHORIZED = "unauthorized"
+    FORBIDDEN = "forbidden"
     MODEL_NOT_FOUND = "model_not_found"
     DUPLICATE_REQUEST = "duplicate_request"
     PAYLOAD_TOO_LARGE = "payload_too_large"
@@ -19,6 +21,7 @@ class Code(enum.StrEnum):
     OVERLOADED = "overloaded"
     NO_WORKER = "no_worker"
     INSUFFICIENT_MEMORY = "insufficient_memory"
+    KEYS_UNAVAILABLE = "keys_unavailable"
     WORKER_LOST = "worker_lost"
     ENGINE_POISONED = "engine_poisoned"
     DEADLINE_EXCEEDED = "deadline_exceeded"
@@ -41,6 +44,8 @@ CODES: dict[Code, CodeInfo] = {
     Code.INVALID_REQUEST: CodeInfo(400, False, "the request is malformed"),
     Code.PROMPT_TOO_LONG: CodeInfo(400, False, "the prompt and one more token do not fit the model's context"),
     Code.UNSUPPORTED: CodeInfo(400, False, "the model or its engine can't do what was asked"),
+    Code.UNAUTHORIZED: CodeInfo(401, False, "the API key is not valid, or not any more"),
+    Code.FORBIDDEN: CodeInfo(403, False, "the API key does not allow this"),
     Code.MODEL_NOT_FOUND: CodeInfo(404, False, "no worker has ever served this model"),
     Code.DUPLICATE_REQUEST: CodeInfo(409, False, "another request with this id is in flight"),
     Code.PAYLOAD_TOO_LARGE: CodeInfo(413, False, "the message is larger than the limit"),
@@ -48,6 +53,7 @@ CODES: dict[Code, CodeInfo] = {
     Code.OVERLOADED: CodeInfo(429, True, "all queues are full"),
     Code.NO_WORKER: CodeInfo(503, True, "no worker serves the model now"),
     Code.INSUFFICIENT_MEMORY: CodeInfo(503, True, "there is not enough memory for the request now"),
+    Code.KEYS_UNAVAILABLE: CodeInfo(503, True, "API keys can't be checked at the moment"),
     Code.WORKER_LOST: CodeInfo(502, True, "the worker died and the stream can't continue"),
     Code.ENGINE_POISONED: CodeInfo(503, True, "the device failed and the engine is being restarted"),
     Code.DEADLINE_EXCEEDED: CodeInfo(504, False, "timeout_ms passed before the answer was complete"),

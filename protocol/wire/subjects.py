@@ -22,7 +22,7 @@ NUM_MARKS = 8
 """The number of a stream's latest chunks whose notices can be told apart: their `gone` subjects end with a number."""
 
 _OF_MODELS = ("generate", "cache", "embed", "rerank", "tokenize", "detokenize")
-"""Operations whose subject names a model, and perhaps a tenant."""
+"""Operations whose subject names a model, and perhaps a tenant and one of its keys."""
 _KV_REPLY_TOKENS = 4
 _TENANT_ID_MODEL = 3
 _MAX_NAMES = 4_096
@@ -117,6 +117,8 @@ class ModelAddress(NamedTuple):
 
     model: str
     tenant: str
+    key_id: str = ""
+    """The id of the API key; empty for a client without one. The broker lets a client name its own key only."""
 
 
 class RequestAddress(NamedTuple):
@@ -159,6 +161,7 @@ class Subjects:
         self.prefix = prefix
         self.discover = f"{prefix}.discover"
         self.models = (f"{prefix}.models", f"{prefix}.models.*")
+        self.models_of_keys = f"{prefix}.models.*.*"
         self.all_cards = f"{prefix}.card.*.*"
         self.all_events = f"{prefix}.events.*.*"
         self.all_seals = f"{prefix}.events.*.*.seal"
@@ -182,6 +185,10 @@ class Subjects:
         """Returns those of `all_of` that name one model."""
         return f"{self.prefix}.{operation}.{encode_name(model)}", f"{self.prefix}.{operation}.{encode_name(model)}.*"
 
+    def of_keys(self, operation: str, model: str | None = None) -> str:
+        """Returns the subject of the requests that name a key, for one model or for all."""
+        return f"{self.prefix}.{operation}.{'*' if model is None else encode_name(model)}.*.*"
+
     def events_of(self, model: str) -> tuple[str, str]:
         """Returns the subjects of the events and the seals of a model's workers."""
         return f"{self.prefix}.events.{encode_name(model)}.*", f"{self.prefix}.events.{encode_name(model)}.*.seal"
@@ -194,26 +201,26 @@ class Subjects:
         """Returns the subjects on which routers are asked to guard requests of a model."""
         return f"{self.prefix}.guard.{encode_name(model)}", f"{self.prefix}.guard.{encode_name(model)}.*"
 
-    def generate(self, model: str, tenant: str = DEFAULT_TENANT) -> str:
-        return self._with_tenant("generate", model, tenant)
+    def generate(self, model: str, tenant: str = DEFAULT_TENANT, key_id: str = "") -> str:
+        return self._of_model("generate", model, tenant, key_id)
 
-    def embed(self, model: str, tenant: str = DEFAULT_TENANT) -> str:
-        return self._with_tenant("embed", model, tenant)
+    def embed(self, model: str, tenant: str = DEFAULT_TENANT, key_id: str = "") -> str:
+        return self._of_model("embed", model, tenant, key_id)
 
-    def tokenize(self, model: str, tenant: str = DEFAULT_TENANT) -> str:
-        return self._with_tenant("tokenize", model, tenant)
+    def tokenize(self, model: str, tenant: str = DEFAULT_TENANT, key_id: str = "") -> str:
+        return self._of_model("tokenize", model, tenant, key_id)
 
-    def detokenize(self, model: str, tenant: str = DEFAULT_TENANT) -> str:
-        return self._with_tenant("detokenize", model, tenant)
+    def detokenize(self, model: str, tenant: str = DEFAULT_TENANT, key_id: str = "") -> str:
+        return self._of_model("detokenize", model, tenant, key_id)
 
-    def cache(self, model: str, tenant: str = DEFAULT_TENANT) -> str:
-        return self._with_tenant("cache", model, tenant)
+    def cache(self, model: str, tenant: str = DEFAULT_TENANT, key_id: str = "") -> str:
+        return self._of_model("cache", model, tenant, key_id)
 
-    def rerank(self, model: str, tenant: str = DEFAULT_TENANT) -> str:
-        return self._with_tenant("rerank", model, tenant)
+    def rerank(self, model: str, tenant: str = DEFAULT_TENANT, key_id: str = "") -> str:
+        return self._of_model("rerank", model, tenant, key_id)
 
-    def models_for(self, tenant: str = DEFAULT_TENANT) -> str:
-        return self.models[0] if tenant == DEFAULT_TENANT else f"{self.models[0]}.{encode_name(tenant)}"
+    def models_for(self, tenant: str = DEFAULT_TENANT, key_id: str = "") -> str:
+        return f"{self.models[0]}{_client(tenant, key_id)}"
 
     def cancel(self, request_id: str, tenant: str = DEFAULT_TENANT, model: str | None = None) -> str:
         return self._of_request("cancel", request_id, tenant, model)
@@ -321,8 +328,13 @@ class Subjects:
 
     def parse_model(self, subject: str) -> ModelAddress:
         """Parses a subject that asks something of a model. Raises ValueError for a malformed name."""
-        tokens = self._tail(subject)
-        return ModelAddress(decode_name(tokens[1]), _tenant(tokens[2:]))
+        _, model, *client = self._tail(subject)
+        return ModelAddress(decode_name(model), _tenant(client[:1]), decode_name(client[1]) if client[1:] else "")
+
+    def parse_models(self, subject: str) -> tuple[str, str]:
+        """Returns the tenant and the key's id in a `models` subject. Raises ValueError for a malformed name."""
+        client = self._tail(subject)[1:]
+        return _tenant(client[:1]), decode_name(client[1]) if client[1:] else ""
 
     def parse_request(self, subject: str) -> RequestAddress:
         """Parses a `cancel` or `resync` subject. Raises ValueError for a malformed tenant, request id or model."""
@@ -353,9 +365,8 @@ class Subjects:
         properly."""
         return decode_worker(".".join(self._tail(subject)[1:]))
 
-    def _with_tenant(self, verb: str, model: str, tenant: str) -> str:
-        subject = f"{self.prefix}.{verb}.{encode_name(model)}"
-        return subject if tenant == DEFAULT_TENANT else f"{subject}.{encode_name(tenant)}"
+    def _of_model(self, verb: str, model: str, tenant: str, key_id: str) -> str:
+        return f"{self.prefix}.{verb}.{encode_name(model)}{_client(tenant, key_id)}"
 
     def _of_request(self, verb: str, request_id: str, tenant: str, model: str | None) -> str:
         if model is not None:
@@ -366,6 +377,13 @@ class Subjects:
     def _tail(self, subject: str) -> list[str]:
         assert subject.startswith(self.prefix + "."), subject
         return subject[len(self.prefix) + 1 :].split(".")
+
+
+def _client(tenant: str, key_id: str) -> str:
+    """Returns the end of a subject that says who asks."""
+    if key_id:
+        return f".{encode_name(tenant)}.{encode_name(key_id)}"
+    return "" if tenant == DEFAULT_TENANT else f".{encode_name(tenant)}"
 
 
 def _tenant(tokens: list[str]) -> str:

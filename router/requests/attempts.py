@@ -178,6 +178,7 @@ class Attempts:
             router_id=self._router_id,
             router_network=self._bus.network,
             reply=flight.reply,
+            key_id=flight.address.key_id,
             encoding=flight.encoding,
             token_ids=flight.prompt_ids,
             params=_to_params(flight),

@@ -231,7 +231,7 @@ class Guardianship:
             timeout_ms=None if run.remaining_ms is None else age_ms + run.remaining_ms,
             routing=run.routing_options,
         )
-        address = subjects.ModelAddress(model, tenant)
+        address = subjects.ModelAddress(model, tenant, run.key_id)
         flight = Flight(request, address, run.reply, run.encoding, now - age_ms / 1e3, is_chat=run.is_chat)
         flight.prompt_ids = run.token_ids
         flight.adapters = tuple(Adapter(one.digest, one.scale) for one in run.adapters)

@@ -15,12 +15,15 @@ import msgspec
 import structlog
 from nats.aio.msg import Msg
 
+from tokenbus.protocol.access.keys import KeyRecord
 from tokenbus.protocol.bus.bus import Bus, Subscription
 from tokenbus.protocol.bus.reply_sender import ReplySender
 from tokenbus.protocol.parts.assembly import UploadLimits
 from tokenbus.protocol.parts.receiver import PartsReceiver
 from tokenbus.protocol.wire import codec, errors, messages, subjects
 from tokenbus.protocol.wire.checks import validation
+from tokenbus.router.access import key_checks
+from tokenbus.router.access.key_checks import KeyChecks
 from tokenbus.router.fleet.model_part import ModelPart
 from tokenbus.router.requests.calls.client_calls import Call, CallKind, ClientCalls
 from tokenbus.router.requests.flights.flight import Flight
@@ -60,7 +63,9 @@ class Intake:
         metrics: RouterMetrics,
         part: ModelPart,
         listing: SystemListing,
+        keys: KeyChecks | None,
     ) -> None:
+        self._keys = keys
         self._part = part
         self._listing = listing
         self._bus = bus
@@ -107,8 +112,10 @@ class Intake:
         self.is_open = True
         is_whole = self._part.is_whole
         if is_whole:
-            await self._share(self._requests_on(self._names.all_of))
+            await self._share(self._requests_on(self._subjects_of(None)))
         await self._share((subject, self._on_models) for subject in self._names.models)
+        if self._keys is not None:
+            await self._share([(self._names.models_of_keys, self._on_models)])
         # of all routers with the same models, one passes such a message on
         await self._share(((subject, self._pass_on) for subject in self._names.without_model), self._part.queue)
         for subject in self._names.all_cancels if is_whole else self._names.all_cancels[:2]:
@@ -118,12 +125,23 @@ class Intake:
 
     async def hear(self, name: str) -> None:
         """Receives requests for a model, or for a model with an adapter, too."""
-        await self._share(self._requests_on(lambda operation: self._names.of_model(operation, name)))
+        await self._share(self._requests_on(self._subjects_of(name)))
 
     async def hear_cancels(self, model: str) -> None:
         """Receives cancels and resyncs of a model's requests, too."""
         await self._bus.subscribe(self._names.cancels_of(model), self._on_cancel)
         await self._bus.subscribe(self._names.resyncs_of(model), self._on_resync)
+
+    def _subjects_of(self, name: str | None) -> Callable[[str], Iterable[str]]:
+        """Returns a function from an operation to its subjects, for one model or for all. Requests of keys are left to
+        routers that know keys."""
+
+        def subjects_of(operation: str) -> tuple[str, ...]:
+            names = self._names
+            plain = names.all_of(operation) if name is None else names.of_model(operation, name)
+            return plain if self._keys is None else (*plain, names.of_keys(operation, name))
+
+        return subjects_of
 
     def _requests_on(self, subjects_of: Callable[[str], Iterable[str]]) -> Iterator[tuple[str, Callable[[Msg], None]]]:
         for subject in subjects_of("generate"):
@@ -155,6 +173,7 @@ class Intake:
         try:
             encoding = codec.encoding_of(message.headers)
             address = self._parse_address(message)
+            key = self._find_key(address)
             if self._parts.announced(message, self._names.tenant_token(message.subject), self._on_generate):
                 return
             self._check_size(message)
@@ -165,6 +184,9 @@ class Intake:
             if adapter is not None:
                 request = codec.replace(request, lora=[messages.Lora(name=adapter), *(request.lora or [])])
             request = validation.check_request(request)
+            if key is not None:
+                key_checks.check_model(key, address.model, [one.name for one in request.lora or ()])
+                request = key_checks.bounded(key, request)
             if request.id is None:
                 request = codec.replace(request, id=secrets.token_urlsafe(16))
             flight = Flight(request, address, message.reply, encoding, time.monotonic())
@@ -198,13 +220,17 @@ class Intake:
         try:
             encoding = codec.encoding_of(message.headers)
             take_whole = functools.partial(self._on_call, kind)
+            address = self._parse_address(message)
+            key = self._find_key(address)
             if self._parts.announced(message, self._names.tenant_token(message.subject), take_whole):
                 return
             self._check_size(message)
             body = kind.bodies.decode(message.data, encoding)
             validation.check_id(body.id)
             request_id = body.id or secrets.token_urlsafe(16)
-            address, adapter = self._models.with_adapter(self._parse_address(message))
+            address, adapter = self._models.with_adapter(address)
+            if key is not None:
+                key_checks.check_model(key, address.model, () if adapter is None else (adapter,))
             if adapter is not None and not kind.names_adapters:
                 problem = f"adapters are for generating: ask {address.model} without {adapter}"
                 raise errors.request_error(errors.Code.UNSUPPORTED, problem, param="model")
@@ -223,7 +249,7 @@ class Intake:
         if not self._may_answer(message):
             return
         try:
-            tenant = subjects.decode_name(self._names.tenant_token(message.subject))
+            tenant, key_id = self._names.parse_models(message.subject)
         except ValueError:
             return
         encoding = codec.Encoding.JSON
@@ -235,6 +261,7 @@ class Intake:
             else:  # this was never refused
                 with contextlib.suppress(codec.MediaTypeError):
                     encoding = codec.encoding_of(message.headers)
+            self._find_key(subjects.ModelAddress("", tenant, key_id))
             self._listing.answer(message.reply, asked, encoding, tenant)
         except codec.MediaTypeError as problem:
             self._listing.refuse(message.reply, encoding, errors.make_error(errors.Code.INVALID_REQUEST, str(problem)))
@@ -290,6 +317,13 @@ class Intake:
             return self._names.parse_model(message.subject)
         except ValueError as error:
             raise errors.request_error(errors.Code.INVALID_REQUEST, str(error), param="model") from error
+
+    def _find_key(self, address: subjects.ModelAddress) -> KeyRecord | None:
+        """Returns the key that a request names, if it names one. Raises RequestError for one that is not valid."""
+        if not address.key_id:
+            return None
+        assert self._keys is not None, address
+        return self._keys.find(address.tenant, address.key_id, time.time(), time.monotonic())
 
     def _check_size(self, message: Msg) -> None:
         if len(message.data) > self._max_request_bytes:

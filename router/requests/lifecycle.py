@@ -19,10 +19,11 @@ import structlog
 
 from tokenbus.protocol import tasks
 from tokenbus.protocol.telemetry import tracing
-from tokenbus.protocol.wire import block_hash, errors, limits, subjects
+from tokenbus.protocol.wire import block_hash, errors, limits, messages, subjects
 from tokenbus.router.fleet.fleet import Fleet
 from tokenbus.router.requests.attempts import AlreadyStreamingError, Attempt
 from tokenbus.router.requests.dispatch import Dispatcher
+from tokenbus.router.requests.flights.ends import BY_WORKER, RequestEnds
 from tokenbus.router.requests.flights.flight import Flight, Flights
 from tokenbus.router.requests.flights.request_telemetry import FlightTelemetry
 from tokenbus.router.requests.queueing.model_loads import ModelLoads
@@ -55,6 +56,7 @@ class RequestLifecycle:
         terminals: TerminalPublisher,
         rate_limiter: RateLimiter,
         telemetry: FlightTelemetry,
+        ends: RequestEnds,
     ) -> None:
         self._fleet = fleet
         self._flights = flights
@@ -65,6 +67,7 @@ class RequestLifecycle:
         self._terminals = terminals
         self._rate_limiter = rate_limiter
         self._telemetry = telemetry
+        self._ends = ends
         self._trimmed_at = 0.0
         self._offer: Callable[[Flight], Awaitable[bool]] | None = None
         """Asks another router to take over a request when this one stops."""
@@ -132,8 +135,15 @@ class RequestLifecycle:
             self._flights.accept(flight, worker.card.worker_id, time.monotonic())
         return True
 
+    def finish(self, flight: Flight) -> None:
+        """Forgets a request that its worker has ended. While it is not known which router guards it, none tells its
+        end."""
+        self.forget(flight, BY_WORKER)
+        if flight.is_named:
+            self._ends.tell_flight(flight, BY_WORKER)
+
     def forget(self, flight: Flight, reason: str) -> None:
-        """Forgets a request that its worker ends (`by_worker`) or that another router has taken over."""
+        """Forgets a request that another router has taken over, or that is left to its worker (`by_worker`)."""
         self._flights.remove(flight)
         self._terminals.log_end(flight, reason)
 
@@ -217,7 +227,7 @@ class RequestLifecycle:
                 has_text = len(flight.completion) > 0
                 self._end(flight, errors.make_error(errors.Code.WORKER_LOST if has_text else errors.Code.SHUTTING_DOWN))
             else:
-                self.forget(flight, "by_worker")
+                self.forget(flight, BY_WORKER)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -269,7 +279,7 @@ class RequestLifecycle:
 
     def _accepted(self, flight: Flight) -> None:
         if flight.ended_by == flight.worker_id:  # the worker's events ended it before its accept was read
-            self.forget(flight, "by_worker")
+            self.finish(flight)
 
     async def _end_or_hand_over(self, flight: Flight) -> None:
         """Ends a cancelled request; otherwise this router is stopping, and another one may take the request over."""
@@ -343,8 +353,11 @@ class RequestLifecycle:
         self._flights.remove(flight)
         if flight.cancelled or error is None:
             self._terminals.end(flight, None)
+            self._ends.tell_flight(flight, messages.FinishReason.CANCELLED)
         elif error.code is errors.Code.WORKER_LOST and flight.last_words is not None:
             self._terminals.end_with(flight, flight.last_words)
+            self._ends.tell_flight(flight, str(flight.last_words.finish_reason))
         else:
             flight.span.set_error(str(error.code))
             self._terminals.end(flight, error)
+            self._ends.tell_flight(flight, messages.FinishReason.ERROR, error.code)

@@ -175,7 +175,7 @@ class Recovery:
     def _finish(self, flight: Flight, worker_id: str) -> None:
         flight.ended_by = worker_id
         if worker_id in (flight.worker_id, flight.awaiting_worker_id):
-            self._lifecycle.forget(flight, "by_worker")
+            self._lifecycle.finish(flight)
 
 
 def _is_sent_to(flight: Flight, worker: Worker) -> bool:

@@ -37,6 +37,7 @@ PURE = (
     "protocol/http/refusals.py",
     "protocol/averages.py",
     "protocol/ttl_cache.py",
+    "router/access/key_checks.py",
     "router/fleet/*.py",
     "router/workers/*.py",
     "router/placement/*.py",

@@ -11,9 +11,14 @@ from nats.aio.msg import Msg
 
 from tests.router.builders import card, events
 from tests.support.recording_bus import RecordingBus
+from tokenbus.protocol.access import keys
+from tokenbus.protocol.access.key_ring import KeyRing
+from tokenbus.protocol.access.keys import KeyLimits, KeyRecord
 from tokenbus.protocol.bus import bus
 from tokenbus.protocol.telemetry.tracing import NoopTracer
 from tokenbus.protocol.wire import codec, errors, internal, limits, messages, subjects
+from tokenbus.router.access.key_checks import KeyChecks
+from tokenbus.router.requests.flights.ends import BY_WORKER, RequestEnd
 from tokenbus.router.requests.flights.flight import Flight
 from tokenbus.router.requests.queueing.rate_limiter import TenantLimits
 from tokenbus.router.serve import Router
@@ -56,10 +61,10 @@ class Testbed:
 
     __test__ = False
 
-    def __init__(self, **settings: object) -> None:
+    def __init__(self, keys: KeyChecks | None = None, **settings: object) -> None:
         self.broker = Broker()
         made = RouterSettings(router_id="r", **settings)  # type: ignore[arg-type]
-        self.router = Router(self.broker, NAMES, "r", made, random.Random(1), NoopTracer())  # type: ignore[arg-type]
+        self.router = Router(self.broker, NAMES, "r", made, random.Random(1), NoopTracer(), keys)  # type: ignore[arg-type]
         for name in ("w1", "w2"):
             self.router.fleet.apply_card(card(name, max_num_seqs=1), 0.0)
             self.router.fleet.apply_events("demo", events(name), 0.0)
@@ -76,6 +81,10 @@ class Testbed:
         subject = NAMES.generate("demo")
         pattern = next(one for one in NAMES.all_of("generate") if one.count(".") == subject.count("."))
         self.broker.deliver(pattern, subject, msgspec.json.encode(body), CLIENT)
+
+    def ask_with_key(self, operation: str, key_id: str, tenant: str = "acme", **fields: object) -> None:
+        subject = f"{NAMES.prefix}.{operation}.demo.{tenant}.{key_id}"
+        self.broker.deliver(NAMES.of_keys(operation), subject, msgspec.json.encode({"id": "a", **fields}), CLIENT)
 
     def runs(self) -> list[bus.Outgoing]:
         return [one for one in self.broker.take() if one.subject.endswith(".run")]
@@ -235,3 +244,59 @@ async def test_what_no_worker_would_accept_is_refused_at_once() -> None:
     codes = [one.error.code for one in testbed.terminals() if one.error]
     assert codes == [errors.Code.OVERLOADED, errors.Code.PROMPT_TOO_LONG]
     assert (len(testbed.router.flights), testbed.num_tasks) == (1, 0)
+
+
+KEY = keys.new_key()
+RECORD = KeyRecord(id=KEY.id, hash=KEY.hash, tenant="acme", limits=KeyLimits(max_tokens=7), models=("demo",))
+
+
+async def keyed(record: KeyRecord = RECORD) -> Testbed:
+    ring = KeyRing()
+    ring.put(record)
+    ring.heard(asyncio.get_running_loop().time())
+    return await Testbed(KeyChecks(ring)).open()
+
+
+async def test_a_request_of_a_key_is_bounded_by_it_and_names_it_to_the_next_guardian() -> None:
+    testbed = await keyed()
+    testbed.ask_with_key("generate", KEY.id, token_ids=[1, 2, 3])
+    run = _runs.decode(testbed.runs()[0].payload)
+    assert (run.key_id, run.params.max_tokens, run.request_id) == (KEY.id, 7, "acme:a")
+
+
+@pytest.mark.parametrize("operation", ["generate", "embed", "tokenize"])
+@pytest.mark.parametrize("tenant", ["acme", "globex"])
+async def test_a_key_that_is_unknown_or_another_tenants_is_refused(operation: str, tenant: str) -> None:
+    testbed = await keyed()
+    testbed.ask_with_key(operation, "aaaaaaaaaa" if tenant == "acme" else KEY.id, tenant, token_ids=[1], prompt="x")
+    (terminal,) = testbed.terminals()
+    assert terminal.error
+    assert terminal.error.code is errors.Code.UNAUTHORIZED
+
+
+async def test_the_end_of_a_request_is_told_once_with_its_counts() -> None:
+    testbed = await keyed()
+    ends: list[RequestEnd] = []
+    testbed.router.ends.add(ends.append)
+    testbed.ask_with_key("generate", KEY.id, token_ids=[1, 2, 3])
+    testbed.answer(testbed.runs()[0], ACCEPTED)
+    await asyncio.sleep(0)
+    flight = testbed.flight
+    flight.completion.token_ids.extend([5, 6])
+    testbed.router._lifecycle.finish(flight)
+    address = subjects.ModelAddress("demo", "acme", KEY.id)
+    assert ends == [RequestEnd("generate", address, "a", BY_WORKER, None, 3, 0, 2)]
+
+
+async def test_a_call_that_fails_is_told_and_a_request_that_is_left_to_another_router_is_not() -> None:
+    testbed = await keyed()
+    ends: list[RequestEnd] = []
+    testbed.router.ends.add(ends.append)
+    testbed.ask_with_key("generate", KEY.id, token_ids=[1, 2, 3])
+    testbed.answer(testbed.runs()[0], ACCEPTED)
+    await asyncio.sleep(0)
+    testbed.router._lifecycle.forget(testbed.flight, "by_router")
+    assert ends == []
+    testbed.ask_with_key("embed", KEY.id, input=["x"])
+    await turns()
+    assert [(one.operation, one.reason, one.code) for one in ends] == [("embed", "error", errors.Code.UNSUPPORTED)]

@@ -14,6 +14,7 @@ from tokenbus.protocol.wire.subjects import ModelAddress
 from tokenbus.router.requests.calls import client_calls
 from tokenbus.router.requests.calls.client_calls import Call, ClientCalls
 from tokenbus.router.requests.calls.tokenizing import TokenizeCalls
+from tokenbus.router.requests.flights.ends import RequestEnds
 from tokenbus.router.requests.tokenization.prompt_tokenizer import Prompt
 from tokenbus.router.telemetry.metrics import RouterMetrics
 
@@ -48,10 +49,10 @@ class Testbed:
     __test__ = False
 
     def __init__(self) -> None:
-        self.tokenizer, self.replies = Tokenizer(), Replies()
+        self.tokenizer, self.replies, self.ends = Tokenizer(), Replies(), RequestEnds()
         fleet = fleet_of(card("w1"), card("w2"))
         self.kind = TokenizeCalls(self.tokenizer, fleet, RouterMetrics())  # type: ignore[arg-type]
-        self.calls = ClientCalls(self.replies, tracing.NoopTracer())  # type: ignore[arg-type]
+        self.calls = ClientCalls(self.replies, tracing.NoopTracer(), self.ends)  # type: ignore[arg-type]
 
     def start(self, request_id: str, tenant: str = "acme", num_bytes: int = 100, *, only_count: bool = False) -> None:
         body = messages.TokenizeRequest(id=request_id, prompt="x", only_count=only_count)

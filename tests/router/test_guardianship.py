@@ -17,6 +17,7 @@ from tokenbus.protocol.wire import block_hash, codec, errors, internal, messages
 from tokenbus.protocol.wire.params import GenerationParams
 from tokenbus.router.fleet.model_part import ModelPart
 from tokenbus.router.requests.attempts import Attempts
+from tokenbus.router.requests.flights.ends import RequestEnds
 from tokenbus.router.requests.flights.flight import Flight, Flights
 from tokenbus.router.requests.flights.request_telemetry import FlightTelemetry, RequestLogSettings
 from tokenbus.router.requests.flights.worker_client import WorkerClient
@@ -110,7 +111,7 @@ class Testbed:
         metrics = RouterMetrics()
         telemetry = FlightTelemetry(metrics, tracing.NoopTracer(), RequestLogSettings())
         self.dispatcher = Dispatcher()
-        parts = (self.dispatcher, NoLoads(), Terminals(), None, telemetry)
+        parts = (self.dispatcher, NoLoads(), Terminals(), None, telemetry, RequestEnds())
         self.lifecycle = RequestLifecycle(self.fleet, self.flights, None, Queue(), *parts)  # type: ignore[arg-type]
         attempts = Attempts(self.broker, NAMES, None, self.fleet, self.flights, "this-router")  # type: ignore[arg-type]
         self.parts = WorkerClient(self.broker, NAMES, "this-router", 1_000_000)  # type: ignore[arg-type]

@@ -8,6 +8,7 @@ import pytest
 from tests.router.builders import NoLoads, card, fleet_of, flight, known
 from tokenbus.protocol.telemetry import tracing
 from tokenbus.protocol.wire import errors, messages
+from tokenbus.router.requests.flights.ends import RequestEnds
 from tokenbus.router.requests.flights.flight import Flight, Flights
 from tokenbus.router.requests.flights.request_telemetry import FlightTelemetry, RequestLogSettings
 from tokenbus.router.requests.lifecycle import RequestLifecycle
@@ -64,7 +65,7 @@ class Testbed:
         self.dispatcher, self.terminals = Dispatcher(), Terminals()
         telemetry = FlightTelemetry(RouterMetrics(), tracing.NoopTracer(), RequestLogSettings())
         queue = Queue(self.dispatcher)
-        parts = (self.dispatcher, NoLoads(), self.terminals, None, telemetry)
+        parts = (self.dispatcher, NoLoads(), self.terminals, None, telemetry, RequestEnds())
         self.lifecycle = RequestLifecycle(self.fleet, self.flights, None, queue, *parts)  # type: ignore[arg-type]
         self.offered: list[str] = []
         self._accepts = accepts

@@ -42,6 +42,9 @@ class Lifecycle:
         self.num_taken += takes
         self._flights.reclaim(flight)
 
+    def finish(self, flight: Flight) -> None:
+        self.forget(flight, "by_worker")
+
 
 class Testbed:
     """The guardian of one request, which worker w1 has accepted."""

@@ -86,6 +86,8 @@ class Run(public.Message, frozen=True, kw_only=True, omit_defaults=True):
     """Unsigned 32-bit little-endian integers."""
     params: GenerationParams
     """The generation parameters of the request."""
+    key_id: str = ""
+    """The id of the client's API key; empty if it has none. It is for the request's next guardian."""
     adapters: list[RunAdapter] = []
     """The adapters that `lora` in `params` names, ordered by digest, each once, without those whose scale is 0."""
     is_chat: bool = False

@@ -43,7 +43,7 @@ class CacheHints(CallKind[messages.CacheRequest, internal.Control]):
         """Passes a hint on. Raises RequestError for a model that is not served, and for a tenant that has used up its
         requests."""
         now = time.monotonic()
-        model, tenant = call.address
+        model, tenant, _ = call.address
         told = self._fleet.workers_of(model) or workers_for(self._fleet, model, now)
         check_throttled(self._rate_limiter.charge_request(tenant, 0, now))
         hint = codec.replace(call.work, tenant=tenant)

@@ -17,6 +17,7 @@ from tokenbus.protocol.bus.bus import PayloadTooLargeError
 from tokenbus.protocol.bus.reply_sender import ReplySender
 from tokenbus.protocol.telemetry import tracing
 from tokenbus.protocol.wire import codec, errors, limits, messages, subjects
+from tokenbus.router.requests.flights.ends import RequestEnds
 
 MAX_OPEN = 1_024
 """Maximum number of calls of one kind in one router, except those that are bounded by their memory."""
@@ -98,9 +99,10 @@ class CallKind(ABC, Generic[BodyT, WorkT]):
 class ClientCalls:
     """The calls that one router has received and not answered."""
 
-    def __init__(self, replies: ReplySender, tracer: tracing.Tracer) -> None:
+    def __init__(self, replies: ReplySender, tracer: tracing.Tracer, ends: RequestEnds) -> None:
         self._replies = replies
         self._tracer = tracer
+        self._ends = ends
         self._open: dict[Call[Any, Any], asyncio.Task[None]] = {}
         self._by_key: dict[str, list[Call[Any, Any]]] = {}
         """The same calls. Clients may use an id for several at a time."""
@@ -191,7 +193,8 @@ class ClientCalls:
             call.span.set_error(str(code))
         call.span.end()
         kind.count(code or "ok")
-        usage = reply.usage if isinstance(reply, PooledReply) else None
+        usage = reply.usage if isinstance(reply, PooledReply) and code is None else None
+        self._ends.tell_call(kind.operation, call.address, call.request_id, code, usage)
         self._log.info(
             "call_finished",
             request_id=call.request_id,

@@ -48,7 +48,7 @@ class TokenizeCalls(_Tokenizing[messages.TokenizeRequest, internal.Tokenize]):
         )
 
     async def answer(self, call: Call[messages.TokenizeRequest, internal.Tokenize]) -> messages.TokenizeReply:
-        model, tenant = call.address
+        model, tenant, _ = call.address
         key = f"{tenant}:tokenize {next(self._numbers)}"  # no request's key has a space
         prompt = Prompt(call.work, model, tenant, key, call.received_at, call.num_bytes)
         token_ids = await self._prompts.tokenize(prompt, call.remaining_s(call.body.timeout_ms))

@@ -465,6 +465,7 @@ LAST_WORDS = messages.Chunk(
 
 INTERNAL: list[tuple[str, messages.Message]] = [
     ("what must be there", RUN),
+    ("of an API key", codec.replace(RUN, key_id="abcdefghij")),
     (
         "everything",
         internal.Run(

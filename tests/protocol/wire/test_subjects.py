@@ -114,6 +114,11 @@ def test_a_key_names_one_request_of_one_tenant_and_gives_the_id_back(tenant: str
         (SUBJECTS.rerank(MODEL, "acme"), f"tokenbus.v1.rerank.{MODEL_TOKEN}.acme"),
         (SUBJECTS.models_for(), "tokenbus.v1.models"),
         (SUBJECTS.models_for("a.b"), "tokenbus.v1.models.a=2Eb"),
+        (SUBJECTS.models_for("acme", "k2"), "tokenbus.v1.models.acme.k2"),
+        (SUBJECTS.generate(MODEL, "acme", "k2"), f"tokenbus.v1.generate.{MODEL_TOKEN}.acme.k2"),
+        (SUBJECTS.embed(MODEL, "default", "k2"), f"tokenbus.v1.embed.{MODEL_TOKEN}.default.k2"),
+        (SUBJECTS.of_keys("embed"), "tokenbus.v1.embed.*.*.*"),
+        (SUBJECTS.of_keys("embed", MODEL), f"tokenbus.v1.embed.{MODEL_TOKEN}.*.*"),
         (SUBJECTS.cancel("r-1"), "tokenbus.v1.cancel.r-1"),
         (SUBJECTS.cancel("r-1", "acme"), "tokenbus.v1.cancel.acme.r-1"),
         (SUBJECTS.resync("r-1"), "tokenbus.v1.resync.r-1"),
@@ -152,7 +157,7 @@ def test_what_routers_listen_on_is_the_form_without_a_tenant_and_the_one_with() 
 
 def test_the_prefix_is_a_setting() -> None:
     assert Subjects("a.b.c").generate("m") == "a.b.c.generate.m"
-    assert Subjects("one").parse_model("one.generate.m.t") == ("m", "t")
+    assert Subjects("one").parse_model("one.generate.m.t") == ("m", "t", "")
 
 
 @pytest.mark.parametrize("prefix", ["", ".", "a.", ".a", "a..b", "a b", "a.*", "a.>", "a\n"])
@@ -161,11 +166,12 @@ def test_a_prefix_that_is_no_plain_subject_is_refused(prefix: str) -> None:
         Subjects(prefix)
 
 
-@given(NAMES, st.one_of(st.just(DEFAULT_TENANT), NAMES))
-def test_model_and_tenant_come_back_from_what_clients_ask_of_a_model(model: str, tenant: str) -> None:
+@given(NAMES, st.one_of(st.just(DEFAULT_TENANT), NAMES), st.one_of(st.just(""), NAMES))
+def test_model_tenant_and_key_come_back_from_what_clients_ask_of_a_model(model: str, tenant: str, key_id: str) -> None:
+    assert SUBJECTS.parse_models(SUBJECTS.models_for(tenant, key_id)) == (tenant, key_id)
     for subject_of in (SUBJECTS.generate, SUBJECTS.embed, SUBJECTS.rerank, SUBJECTS.tokenize, SUBJECTS.detokenize):
-        subject = subject_of(model, tenant)
-        assert SUBJECTS.parse_model(subject) == (model, tenant)
+        subject = subject_of(model, tenant, key_id)
+        assert SUBJECTS.parse_model(subject) == (model, tenant, key_id)
         assert SUBJECTS.tenant_token(subject) == encode_name(tenant)
 
 

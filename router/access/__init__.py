@@ -1,0 +1,1 @@
+"""The checks of what a client's API key allows."""
