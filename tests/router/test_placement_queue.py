@@ -368,28 +368,38 @@ async def test_a_request_that_waits_for_an_adapter_ends_when_nobody_has_it_any_m
     testbed.queue.check_integrity()
 
 
-class FeatureBed(Testbed):
-    """Two workers: w1, which is full, can close reasoning, and w2 is free and of an earlier version."""
+NEEDS: dict[str, dict[str, object]] = {
+    "reasoning_budget": {"reasoning": messages.ReasoningOptions(max_tokens=9)},
+    "continue_final_message": {"continue_final_message": True},
+}
+"""What a request may need that workers of earlier versions lack, with a field that needs it."""
+NEEDED = pytest.mark.parametrize("feature", NEEDS)
 
-    def __init__(self) -> None:
+
+class FeatureBed(Testbed):
+    """Two workers: w1, which is full, has a feature, and w2 is free and of an earlier version."""
+
+    def __init__(self, feature: str) -> None:
         super().__init__()
-        self.set_features("w1", "generate", "reasoning_budget")
+        self.feature = feature
+        self.set_features("w1", "generate", feature)
         self.set_features("w2", "generate")
         self.fleet.apply_events("demo", events("w2"), asyncio.get_running_loop().time())
 
     def set_features(self, worker: str, *features: str) -> None:
         self.fleet.apply_card(card(worker, features=list(features)), asyncio.get_running_loop().time())
 
-    def place_with_budget(self, name: str, *, optional: bool = False) -> "asyncio.Task[Placement | NoWorker | None]":
-        return self.place(name, reasoning=messages.ReasoningOptions(max_tokens=9, optional=optional))
+    def place_with_need(self, name: str) -> "asyncio.Task[Placement | NoWorker | None]":
+        return self.place(name, **NEEDS[self.feature])
 
 
-async def test_a_request_with_a_budget_waits_for_a_worker_that_can_close_reasoning() -> None:
-    testbed = FeatureBed()
-    first = testbed.place_with_budget("a")
+@NEEDED
+async def test_a_request_waits_for_a_worker_that_has_what_it_needs(feature: str) -> None:
+    testbed = FeatureBed(feature)
+    first = testbed.place_with_need("a")
     await settle()
     assert len(testbed.queue) == 1
-    testbed.set_features("w2", "generate", "reasoning_budget")
+    testbed.set_features("w2", "generate", feature)
     testbed.queue.place_waiting(asyncio.get_running_loop().time())
     placed = await first
     assert isinstance(placed, Placement)
@@ -397,14 +407,16 @@ async def test_a_request_with_a_budget_waits_for_a_worker_that_can_close_reasoni
 
 
 async def test_a_budget_that_is_a_hint_asks_for_no_particular_worker() -> None:
-    placed = await FeatureBed().place_with_budget("a", optional=True)
+    hint = messages.ReasoningOptions(max_tokens=9, optional=True)
+    placed = await FeatureBed("reasoning_budget").place("a", reasoning=hint)
     assert isinstance(placed, Placement)
     assert placed.worker.card.worker_id == "w2"
 
 
-async def test_a_request_with_a_budget_ends_when_no_worker_can_close_reasoning_any_more() -> None:
-    testbed = FeatureBed()
-    task = testbed.place_with_budget("a")
+@NEEDED
+async def test_a_request_ends_when_no_worker_has_what_it_needs_any_more(feature: str) -> None:
+    testbed = FeatureBed(feature)
+    task = testbed.place_with_need("a")
     await settle()
     testbed.set_features("w1", "generate")
     testbed.queue.place_waiting(asyncio.get_running_loop().time())

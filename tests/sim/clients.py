@@ -98,18 +98,23 @@ class ClientProcess(Listener):
         stream: bool = True,
         timeout_ms: float | None = None,
         prompt: str | None = None,
+        begun: str | None = None,
         seed: int | None = None,
         session_id: str | None = None,
         worker_id: str = "",
         model: str = MODEL,
         resume: bool = True,
     ) -> None:
-        """Sends a request with a text prompt, if there is one, or with token ids."""
+        """Sends a request with a text prompt, if there is one, or with the beginning of an answer, which is to be
+        continued, or with token ids."""
+        said = [messages.ChatMessage(role="assistant", content=begun)] if begun else None
 
         def go() -> None:
             request = messages.GenerateRequest(
                 prompt=prompt,
-                token_ids=None if prompt else [1, 2, 3],
+                messages=said,
+                continue_final_message=True if said else None,
+                token_ids=None if prompt or said else [1, 2, 3],
                 max_tokens=max_tokens,
                 seed=seed,
                 stream=stream,
