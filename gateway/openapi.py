@@ -88,7 +88,9 @@ def document(version: str) -> Json:
         for name, unserved in endpoint.unserved.items():
             values = [one for one in unserved.harmless if one is not None]
             kinds: list[Json] = [{"enum": values}] if values else []
-            schema["properties"][name] = {_ANY_OF: [*kinds, {"type": "null"}], "default": None}
+            owner, _, inner = name.rpartition(".")
+            holder = components[_first_ref(schema["properties"][owner.removesuffix("[]")])] if owner else schema
+            holder["properties"][inner] = {_ANY_OF: [*kinds, {"type": "null"}], "default": None}
     for body in {one.body for one, _ in resources if one.body is not None}:
         _narrow(_schema(body, refs, components), ("model",))
     return {
@@ -98,6 +100,14 @@ def document(version: str) -> Json:
         "components": {"schemas": components, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
         "security": [{}, {"key": []}],
     }
+
+
+def _first_ref(schema: Any) -> str:
+    """Returns the name of the first component that a schema refers to; empty if there is none."""
+    if isinstance(schema, dict) and "$ref" in schema:
+        return str(schema["$ref"]).rpartition("/")[2]
+    inner = schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ()
+    return next((name for one in inner if (name := _first_ref(one))), "")
 
 
 def _operation(one: ApiEndpoint[Any], dialect: Dialect, refs: Mapping[type, Json]) -> Json:

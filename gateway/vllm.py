@@ -9,7 +9,7 @@ from msgspec import UNSET
 
 from tokenbus.client.wire.wire_client import WireClient
 from tokenbus.gateway.http import http_errors
-from tokenbus.gateway.openai.chat import OpenAIChatMessage, continuation_of
+from tokenbus.gateway.openai.chat import IGNORED_IN_MESSAGES, IN_MESSAGES, OpenAIChatMessage, continuation_of
 from tokenbus.gateway.serving import conversation
 from tokenbus.gateway.serving.dialect import ApiEndpoint, ParsedCall, RequestHead, UnservedField
 from tokenbus.protocol.wire import errors
@@ -190,7 +190,9 @@ TOKENIZE = ApiEndpoint(
         "parse_special": UnservedField("special tokens in a text are never parsed", (None, False)),
         "mm_processor_kwargs": UnservedField("only text is served", (None, {})),
         "media_io_kwargs": UnservedField("only text is served", (None, {})),
-    },
+    }
+    | IN_MESSAGES,
+    ignored=IGNORED_IN_MESSAGES,
 )
 TOKENIZER_INFO = ApiEndpoint(
     path="/tokenizer_info",

@@ -37,6 +37,11 @@ _IGNORED = {
     "container": "tools that run in a container are left out",
     "inference_geo": "a choice among Anthropic's places",
     "speed": "a choice among Anthropic's prices",
+    "thinking.display": "reasoning is always shown",
+    "tools[].allowed_callers": "clients run all tools",
+    "tools[].defer_loading": "the model knows all tools from the beginning",
+    "tools[].eager_input_streaming": "arguments are sent as the model writes them",
+    "tools[].input_examples": "chat templates have no place for them",
 }
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
@@ -46,6 +51,7 @@ class AnthropicTool(msgspec.Struct, frozen=True, kw_only=True):
     name: str | None = None
     description: str | None = None
     input_schema: dict[str, Any] | None = None
+    strict: bool | None = None
     cache_control: CacheBreakpoint | None = None
 
 
@@ -189,7 +195,12 @@ def _check_conversation(given: Sequence[InputMessage] | None) -> None:
 
 
 def _to_tool(tool: AnthropicTool) -> dict[str, Any]:
-    fields = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
+    fields = {
+        "name": tool.name,
+        "description": tool.description,
+        "parameters": tool.input_schema,
+        "strict": tool.strict,
+    }
     return {"type": "function", "function": {name: value for name, value in fields.items() if value is not None}}
 
 

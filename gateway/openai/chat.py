@@ -27,7 +27,7 @@ from tokenbus.gateway.serving.answer_events import (
     TokensCounted,
     TokensSampled,
 )
-from tokenbus.gateway.serving.dialect import ApiEndpoint, ParsedGeneration, RequestHead, ResponseHead
+from tokenbus.gateway.serving.dialect import ApiEndpoint, ParsedGeneration, RequestHead, ResponseHead, UnservedField
 from tokenbus.protocol.wire import errors
 from tokenbus.protocol.wire import messages as wire
 from tokenbus.protocol.wire.checks import validation
@@ -40,11 +40,16 @@ class OpenAIChatMessage(wire.ChatMessage, frozen=True, kw_only=True, omit_defaul
     """Another name of `reasoning_content`."""
     prefix: bool | None = None
     """Mistral's: the last message, an assistant's, is continued."""
+    refusal: str | None = None
+    """The text of an assistant's message that has no other."""
+    function_call: Any = None
+    """Refused, as is `audio`."""
+    audio: Any = None
 
     def to_wire(self) -> wire.ChatMessage:
         return wire.ChatMessage(
             role=self.role,
-            content=self.content,
+            content=self.refusal if self.content is None else self.content,
             reasoning_content=self.reasoning if self.reasoning_content is None else self.reasoning_content,
             name=self.name,
             tool_calls=self.tool_calls,
@@ -287,11 +292,26 @@ class ChunkEncoder(ChoicesEncoder):
         return schemas.ChoiceLogprobs(content=encode_logprobs(tokens, by_id=self._names_by_id)) if tokens else None
 
 
-_IGNORED = conversation_fields.IGNORED | {
-    "store": "chat completions are not stored, and clients are not told that they were",
-    "metadata": "the client's own notes",
-    "safety_identifier": "a name for abuse reports",
+IN_MESSAGES: dict[str, UnservedField] = {
+    "messages[].function_call": UnservedField("use tool_calls"),
+    "messages[].audio": UnservedField("only text is served"),
 }
+IGNORED_IN_MESSAGES = {
+    "messages[].annotations": "about what tools of another server have found",
+    "messages[].reasoning_details": "the same as reasoning, in another server's form",
+}
+_UNSERVED = conversation_fields.UNSERVED | IN_MESSAGES
+_IGNORED = (
+    conversation_fields.IGNORED
+    | IGNORED_IN_MESSAGES
+    | {
+        "reasoning.summary": "the reasoning is there as a whole",
+        "reasoning.generate_summary": "the reasoning is there as a whole",
+        "store": "chat completions are not stored, and clients are not told that they were",
+        "metadata": "the client's own notes",
+        "safety_identifier": "a name for abuse reports",
+    }
+)
 ENDPOINT = ApiEndpoint(
     path="/v1/chat/completions",
     summary="A chat completion",
@@ -300,7 +320,7 @@ ENDPOINT = ApiEndpoint(
     response=schemas.ChatCompletion,
     event=schemas.ChatCompletionChunk,
     required=("messages",),
-    unserved=conversation_fields.UNSERVED,
+    unserved=_UNSERVED,
     ignored=_IGNORED,
 )
 INPUT_TOKENS = ApiEndpoint(
@@ -310,7 +330,7 @@ INPUT_TOKENS = ApiEndpoint(
     read=read_count,
     response=InputTokens,
     required=("messages",),
-    unserved=conversation_fields.UNSERVED,
+    unserved=_UNSERVED,
     ignored=_IGNORED,
 )
 

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import msgspec
+
 from tokenbus.gateway.openai import fields, other_names
 from tokenbus.gateway.openai.fields import ReasoningWishes, RequestedReasoning
 from tokenbus.gateway.openai.other_names import ThinkingSwitch
@@ -61,10 +63,17 @@ class ConversationFields(SamplingFields, frozen=True, kw_only=True):
                     "thinking.type", f"must be {', '.join(_SWITCHES)} or auto, got {kind[:40]!r}"
                 )
             switch = _SWITCHES[kind]
-        variables = self.chat_template_kwargs
-        if switch is not None:
-            variables = {"enable_thinking": switch} | (variables or {})
-        return fields.read_wishes(self, self.reasoning, variables, self.reasoning_effort)
+        given = {"enable_thinking": switch, "clear_thinking": self.thinking and self.thinking.clear_thinking}
+        variables = {name: value for name, value in given.items() if value is not None}
+        if variables or self.chat_template_kwargs is not None:
+            variables |= self.chat_template_kwargs or {}
+        asked, budget = self.reasoning or RequestedReasoning(), self.thinking and self.thinking.budget_tokens
+        names = {}
+        if budget is not None and asked.max_tokens is None:
+            asked = msgspec.structs.replace(asked, max_tokens=budget)
+            names = {"reasoning.max_tokens": "thinking.budget_tokens"}
+        found = fields.read_wishes(self, asked, variables or self.chat_template_kwargs, self.reasoning_effort)
+        return found._replace(names=names | found.names)
 
 
 UNSERVED = other_names.UNSERVED | {
@@ -88,11 +97,14 @@ UNSERVED = other_names.UNSERVED | {
     "prompt_mode": UnservedField("use reasoning_effort"),
     "guardrails": UnservedField("there are none", (None, [])),
     "return_prompt_text": UnservedField("prompts are not returned", (None, False)),
+    "reasoning.exclude": UnservedField("reasoning is always part of the response", (None, False)),
 }
 IGNORED = other_names.IGNORED | {
     "prediction": "what a server guesses ahead with changes no answer",
     "verbosity": "a hint that open models don't know",
     "moderation": "a hint that open models don't know",
     "provider": "a hint of where another server runs the request",
+    "reasoning.context": "a hint that open models don't know",
+    "reasoning.mode": "a hint that open models don't know",
 }
 """Fields that change no answer, with the reason."""

@@ -117,6 +117,10 @@ class RequestedReasoning(ReasoningConfig, frozen=True, kw_only=True):
     max_tokens: int | None = None
     enabled: bool | None = None
     """false: the effort is `none`."""
+    exclude: Any = None
+    """Refused unless false."""
+    generate_summary: str | None = None
+    """The former name of `summary`."""
 
 
 class ReasoningWishes(NamedTuple):

@@ -23,19 +23,21 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True):
     choice: list[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
-    structural_tag: str | dict[str, Any] | None = None
-    """This field and those below are refused if they ask for anything."""
-    whitespace_pattern: str | None = None
-    disable_additional_properties: bool | None = None
-    disable_any_whitespace: bool | None = None
-    """Ignored, like `disable_fallback`: whitespace is as the model likes it."""
-    disable_fallback: bool | None = None
+    # Refused unless the value changes nothing: UNSERVED says which.
+    structural_tag: Any = None
+    whitespace_pattern: Any = None
+    disable_additional_properties: Any = None
 
 
 class ThinkingSwitch(msgspec.Struct, frozen=True, kw_only=True):
-    """DeepSeek's and Z.ai's form: `{type: enabled or disabled}`."""
+    """DeepSeek's and Z.ai's form of what a template's variables say, with Anthropic's budget."""
 
     type: str | None = None
+    """`enabled`, `disabled` or `auto`."""
+    clear_thinking: bool | None = None
+    """Z.ai's: the variable of this name of the chat template."""
+    budget_tokens: int | None = None
+    """Another name of `reasoning.max_tokens`."""
 
 
 class OtherNames(CommonFields, frozen=True, kw_only=True):
@@ -123,6 +125,11 @@ UNSERVED: dict[str, UnservedField] = {
     "ec_transfer_params": UnservedField("the router decides which worker computes a prompt", (None, {})),
     "guided_whitespace_pattern": UnservedField("whitespace in JSON is as the model likes it"),
     "structural_tag": UnservedField("use tools, regex or grammar"),
+    "structured_outputs.structural_tag": UnservedField("use json, regex, choice or grammar"),
+    "structured_outputs.whitespace_pattern": UnservedField("whitespace in JSON is as the model likes it"),
+    "structured_outputs.disable_additional_properties": UnservedField(
+        "objects are closed unless their schema says otherwise", (None, False)
+    ),
     "mirostat": UnservedField(_ONLY_SAMPLING, (None, 0)),
     "typical_p": UnservedField(_ONLY_SAMPLING, (None, 1)),
     "tfs_z": UnservedField(_ONLY_SAMPLING, (None, 1)),
@@ -155,6 +162,11 @@ IGNORED: dict[str, str] = {
     "routed_experts_prompt_start": "a parameter of return_routed_experts, which is refused",
     "routed_experts_start_len": "a parameter of return_routed_experts, which is refused",
     "min_keep": "a limit of llama.cpp's own samplers that the ones here keep: at least one token",
+    "stream_options.include_obfuscation": "events are not padded",
+    "response_format.json_schema.name": "a name for the client's own use",
+    "response_format.json_schema.description": "schemas are not shown to the model",
+    "structured_outputs.disable_any_whitespace": "whitespace in JSON is as the model likes it",
+    "structured_outputs.disable_fallback": "which library constrains an answer is no matter of the request",
     "guided_decoding_backend": "which library constrains an answer is no matter of the request",
     "request_id": "the header X-Request-ID names requests",
     "rid": "the header X-Request-ID names requests",
@@ -224,9 +236,6 @@ def _constraints(body: OtherNames) -> Iterator[_Constraint]:
     asked = body.structured_outputs
     if asked is None:
         return
-    for name in ("structural_tag", "whitespace_pattern", "disable_additional_properties"):
-        if getattr(asked, name) not in (None, False):
-            raise errors.unsupported_field(f"structured_outputs.{name}", "use json, regex, choice or grammar")
     if not asked.json_object and all(one is None for one in (asked.json, asked.regex, asked.choice, asked.grammar)):
         raise errors.invalid_field("structured_outputs", "needs one of json, json_object, regex, choice and grammar")
     place = "structured_outputs.json"

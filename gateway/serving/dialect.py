@@ -154,6 +154,26 @@ class UnservedField(NamedTuple):
         return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in self.harmless)
 
 
+class _Inside(NamedTuple):
+    """A field of an object in the body, or of each object in a list, that is known and not served."""
+
+    owner: str
+    """With `[]` at its end if it is a list."""
+    name: str
+    field: UnservedField
+
+    def check(self, body: object) -> None:
+        """Raises RequestError unless its values in a body are harmless."""
+        owner = self.owner.removesuffix("[]")
+        given = getattr(body, owner)
+        if isinstance(given, list):
+            for index, one in enumerate(given):
+                if (value := getattr(one, self.name)) is not None and not self.field.is_harmless(value):
+                    raise errors.unsupported_field(f"{owner}[{index}].{self.name}", self.field.problem)
+        elif given is not None and not self.field.is_harmless(getattr(given, self.name)):
+            raise errors.unsupported_field(f"{owner}.{self.name}", self.field.problem)
+
+
 class UnnamedModelError(Exception):
     """A body names no model, and it has not been said which one it means."""
 
@@ -201,9 +221,10 @@ class ApiEndpoint(Generic[BodyT]):
     one_of: tuple[str, ...] = ()
     """Lists of which exactly one is required, which may not be empty. `read` checks that."""
     unserved: Mapping[str, UnservedField] = dataclasses.field(default_factory=dict)
+    """Also fields of objects in the body, as `owner.name`, or as `owner[].name` of the objects in a list."""
     ignored: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Known fields that are not in the struct, or only checked, since no value of them changes an answer; with the
-    reason."""
+    """Known fields, named like those of `unserved`, that are not in the struct, or only checked, since no value of them
+    changes an answer; with the reason."""
     free_form: frozenset[str] = codec.FREE_FORM
     """Names of fields whose values are passed on as they are."""
     streamed_errors: frozenset[str] = frozenset()
@@ -214,8 +235,12 @@ class ApiEndpoint(Generic[BodyT]):
     def __post_init__(self) -> None:
         self._decoder = codec.Decoder(self.body, self.free_form)
         # compared at once: there are a hundred, of which most bodies have none
-        self._unserved_values = _values_of(tuple(self.unserved))
-        self._absent = (None,) * len(self.unserved)
+        self._unserved = {name: field for name, field in self.unserved.items() if "." not in name}
+        self._unserved_values = _values_of(tuple(self._unserved))
+        self._absent = (None,) * len(self._unserved)
+        self._unserved_inside = [
+            _Inside(*name.partition(".")[::2], field) for name, field in self.unserved.items() if "." in name
+        ]
 
     def parse(
         self,
@@ -235,9 +260,11 @@ class ApiEndpoint(Generic[BodyT]):
         model = _checked_model(body.model or default_model)
         given = self._unserved_values(body)
         if given != self._absent:
-            for (name, field), value in zip(self.unserved.items(), given, strict=True):
+            for (name, field), value in zip(self._unserved.items(), given, strict=True):
                 if not field.is_harmless(value):
                     raise errors.unsupported_field(name, field.problem)
+        for inside in self._unserved_inside:
+            inside.check(body)
         session = conversation.session_of(headers)
         return self.read(body, RequestHead(request_id, model, session, earlier or {}, max_record_bytes))
 

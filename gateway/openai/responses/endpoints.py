@@ -51,6 +51,10 @@ _IGNORED = {name: reason for name, reason in conversation_fields.IGNORED.items()
     "stream_options": "events have all there is",
     "return_progress": "asks for more about the request than its answer",
     "truncation": "a conversation that does not fit is refused, never cut",
+    "text.verbosity": "a hint that open models don't know",
+    "text.format.name": "a name for the client's own use",
+    "text.format.description": "schemas are not shown to the model",
+    "input[].phase": "a hint that open models don't know",
 }
 _SUMMARIES = ("auto", "concise", "detailed")
 """All mean the same: the reasoning itself."""
@@ -84,7 +88,7 @@ def read(body: ResponsesBody, head: RequestHead) -> ParsedGeneration:
             token,
             prepared.tools,
             with_encrypted_content=_WITH_ENCRYPTED_CONTENT in (body.include or []),
-            with_summary=body.reasoning is not None and body.reasoning.summary is not None,
+            with_summary=_summary_of(body) is not None,
         )
         begun = output.begun(head, body, prepared.tools, token, is_stored=given is not None)
         return ResponseEncoder(begun, made, prepared.name_of, head.age_s, given)
@@ -101,9 +105,7 @@ def read(body: ResponsesBody, head: RequestHead) -> ParsedGeneration:
 
 def _prepared(body: ResponsesBody, head: RequestHead) -> _Prepared:
     conversation.check_count("input", body.items)
-    summary = None if body.reasoning is None else body.reasoning.summary
-    if summary is not None and summary not in _SUMMARIES:
-        raise errors.invalid_field("reasoning.summary", f"must be {' or '.join(_SUMMARIES)}, got {summary[:40]!r}")
+    _summary_of(body)
     whole = stored.whole_conversation(body, head)
     conversation.check_count("previous_response_id", whole)
     tools, items = OfferedTools(body.offered(whole), body.tool_choice), conversation_of(body.instructions, whole)
@@ -117,6 +119,16 @@ def _prepared(body: ResponsesBody, head: RequestHead) -> _Prepared:
     with http_errors.renaming(names.of):
         validation.check_request(request)
     return _Prepared(whole, tools, request, names.of)
+
+
+def _summary_of(body: ResponsesBody) -> str | None:
+    """Returns the kind of summary that is asked for, by its name or the former one. Raises RequestError."""
+    asked = body.reasoning
+    for name in ("summary", "generate_summary"):
+        kind = getattr(asked, name, None)
+        if kind is not None and kind not in _SUMMARIES:
+            raise errors.invalid_field(f"reasoning.{name}", f"must be {' or '.join(_SUMMARIES)}, got {kind[:40]!r}")
+    return None if asked is None else asked.summary or asked.generate_summary
 
 
 def _to_wire(

@@ -12,7 +12,7 @@ from msgspec import UNSET, UnsetType
 from tokenbus.gateway.http.http_errors import ErrorResponse
 from tokenbus.gateway.openai import error_bodies, schemas
 from tokenbus.gateway.openai.choices import encode_logprobs
-from tokenbus.gateway.openai.fields import ReasoningConfig
+from tokenbus.gateway.openai.fields import ReasoningConfig, RequestedReasoning
 from tokenbus.gateway.openai.responses import items
 from tokenbus.gateway.openai.responses.body import ResponsesBody, TextConfig, TextFormat
 from tokenbus.gateway.openai.responses.tools import OfferedTools, ResponsesTool, input_of
@@ -241,7 +241,7 @@ class Response(msgspec.Struct, frozen=True, kw_only=True):
 
 def begun(head: ResponseHead, body: ResponsesBody, tools: OfferedTools, token: str, *, is_stored: bool) -> Response:
     """Returns the response before any of its answer is known."""
-    asked = body.reasoning or ReasoningConfig()
+    asked = body.reasoning or RequestedReasoning()
     return Response(
         id=f"resp_{token}",
         created_at=head.created,
@@ -255,7 +255,9 @@ def begun(head: ResponseHead, body: ResponsesBody, tools: OfferedTools, token: s
         frequency_penalty=body.frequency_penalty or 0.0,
         previous_response_id=body.previous_response_id,
         prompt_cache_key=body.prompt_cache_key,
-        reasoning=ReasoningConfig(effort=body.reasoning_effort or asked.effort, summary=asked.summary),
+        reasoning=ReasoningConfig(
+            effort=body.reasoning_effort or asked.effort, summary=asked.summary or asked.generate_summary
+        ),
         safety_identifier=body.safety_identifier,
         service_tier=_TIERS.get(body.service_tier or "", "default"),
         store=is_stored,

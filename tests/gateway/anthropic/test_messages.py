@@ -97,7 +97,7 @@ def test_tools_that_the_client_runs_are_offered_and_those_of_anthropics_servers_
     ]
     assert read(tools=tools).requests[0].tools == [
         {"type": "function", "function": {"name": "f", "description": "does", "parameters": SCHEMA}},
-        {"type": "function", "function": {"name": "g"}},
+        {"type": "function", "function": {"name": "g", "strict": True}},
     ]
     assert read(tools=tools[:1]).requests[0].tools is None
 

@@ -257,7 +257,12 @@ def test_a_reasoning_effort_becomes_arguments_of_the_template(
         ({"reasoning": {"effort": "high"}}, ReasoningOptions(effort="high")),
         ({"reasoning_effort": "low", "reasoning": {"effort": "high"}}, ReasoningOptions(effort="low")),
         ({"reasoning": {"enabled": False}}, ReasoningOptions(effort="none")),
-        ({"reasoning": {"enabled": True, "exclude": True}}, None),
+        ({"reasoning": {"enabled": True, "exclude": False}}, None),
+        ({"thinking": {"type": "enabled", "budget_tokens": 5}}, ReasoningOptions(max_tokens=5, optional=True)),
+        (
+            {"thinking": {"budget_tokens": 5}, "reasoning": {"max_tokens": 9}},
+            ReasoningOptions(max_tokens=9, optional=True),
+        ),
         ({"reasoning": {"max_tokens": 0}}, ReasoningOptions(max_tokens=0, optional=True)),
         (
             {"reasoning": {"max_tokens": 9, "effort": "low"}, "thinking_token_budget": 5},

@@ -140,6 +140,10 @@ def test_switches_of_reasoning_become_the_templates_variable(path: str) -> None:
     for fields in ({"enable_thinking": False}, {"thinking": {"type": "disabled"}}):
         assert request_of(path, **fields).chat_template_kwargs == {"enable_thinking": False}
     assert request_of(path, thinking={"type": "auto"}).chat_template_kwargs is None
+    kept = request_of(path, thinking={"type": "enabled", "clear_thinking": False})
+    assert kept.chat_template_kwargs == {"enable_thinking": True, "clear_thinking": False}
+    wrong = refusal_of(lambda: request_of(path, thinking={"type": "enabled", "budget_tokens": -1}))
+    assert wrong.param == "thinking.budget_tokens"
     both = request_of(path, thinking={"type": "enabled"}, chat_template_kwargs={"enable_thinking": False, "a": 1})
     assert both.chat_template_kwargs == {"enable_thinking": False, "a": 1}
     assert refusal_of(lambda: request_of(path, thinking={"type": "much"})).param == "thinking.type"
@@ -147,3 +151,11 @@ def test_switches_of_reasoning_become_the_templates_variable(path: str) -> None:
 
 def test_a_choice_of_tools_that_chooses_nothing_is_refused() -> None:
     assert refusal_of(lambda: request_of("/v1/chat/completions", tool_choice={})).param == "tool_choice"
+
+
+def test_a_message_of_the_assistant_may_have_its_text_as_a_refusal_and_no_call_in_the_old_form() -> None:
+    said = [{"role": "user", "content": "x"}, {"role": "assistant", "refusal": "No."}]
+    request = request_of("/v1/chat/completions", messages=said)
+    assert (request.messages or [])[1].content == "No."
+    old = [*said, {"role": "assistant", "function_call": {"name": "f", "arguments": "{}"}}]
+    assert refusal_of(lambda: request_of("/v1/chat/completions", messages=old)).param == "messages[2].function_call"
