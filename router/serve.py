@@ -19,7 +19,7 @@ from tokenbus.protocol.bus.bus import OwnedBus
 from tokenbus.protocol.bus.reply_sender import ReplySender
 from tokenbus.protocol.process import signals
 from tokenbus.protocol.telemetry import metrics, status, tracing
-from tokenbus.protocol.wire import subjects
+from tokenbus.protocol.wire import messages, subjects
 from tokenbus.router.access.key_checks import KeyChecks
 from tokenbus.router.fleet.fleet import Fleet
 from tokenbus.router.fleet.model_part import ModelPart
@@ -31,6 +31,7 @@ from tokenbus.router.requests.calls.client_calls import CallKind, ClientCalls
 from tokenbus.router.requests.calls.pooling import EmbedCalls, RerankCalls
 from tokenbus.router.requests.calls.tokenizing import DetokenizeCalls, TokenizeCalls
 from tokenbus.router.requests.dispatch import Dispatcher
+from tokenbus.router.requests.fleet_viewers import FleetViewers
 from tokenbus.router.requests.flights.ends import RequestEnds
 from tokenbus.router.requests.flights.flight import Flights
 from tokenbus.router.requests.flights.request_telemetry import FlightTelemetry
@@ -115,6 +116,7 @@ class Router:
         self._part = ModelPart(settings.model_patterns)
         catalog = ModelCatalog(self.fleet, self._queue, router_id, settings.max_request_bytes, settings.model_patterns)
         self._listing = SystemListing(bus, self._replies, names, catalog, self._part, workers)
+        self._viewers = FleetViewers(bus, self._replies, self.fleet, router_id, catalog.stats, self._queued)
         self._opened = asyncio.Event()
         self._intake = Intake(
             bus,
@@ -132,6 +134,7 @@ class Router:
             self._part,
             self._listing,
             keys,
+            self._viewers,
         )
         self._guardianship = Guardianship(
             bus,
@@ -169,6 +172,7 @@ class Router:
         gauges.ready.set(not self.unready_reason)
         gauges.in_flight.set(len(self.flights))
         gauges.tokenization_cache_bytes.set(self._pieces.num_bytes)
+        gauges.fleet_viewers.set(len(self._viewers))
         gauges.upload_bytes.set(self._intake.parts.held_bytes + self._workers.receiver.held_bytes)
         gauges.queue_limit.set(self._queue.max_requests)
         for family in (
@@ -194,6 +198,14 @@ class Router:
             for worker in workers:
                 gauges.workers.labels(model, worker.shown_state(time.monotonic())).inc()
                 gauges.event_logs.labels(model, worker.event_state).inc()
+
+    def _queued(self) -> list[messages.ModelQueue]:
+        """Returns the models of which requests wait here."""
+        waiting, held = self._queue.depths(), self._loads.num_held()
+        return [
+            messages.ModelQueue(model, waiting.get(model, 0), held.get(model, 0), self._loads.progress_of(model))
+            for model in sorted({model for model, depth in (waiting | held).items() if depth})
+        ]
 
     def update_settings(self, settings: RouterSettings) -> None:
         """Applies the settings that may change while the router serves, and ignores the others."""

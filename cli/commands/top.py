@@ -3,14 +3,15 @@
 import argparse
 import asyncio
 import contextlib
+import itertools
 import sys
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
 import msgspec
-from msgspec import UNSET
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
@@ -18,21 +19,27 @@ from rich.table import Table
 from tokenbus.cli.console import arguments, connection_flags, keyboard
 from tokenbus.cli.console.flags import Parser
 from tokenbus.cli.console.session import with_client
+from tokenbus.client.wire.fleet_picture import FleetPicture
+from tokenbus.client.wire.fleet_viewer import FleetViewer
 from tokenbus.client.wire.wire_client import WireClient
 from tokenbus.protocol.process import signals
-from tokenbus.protocol.wire import errors, limits, messages, subjects
+from tokenbus.protocol.wire import errors, messages
 
 _COLUMNS_BY_PRIORITY = (
     *("worker", "state", "run", "tok/s", "wait", "KV used", "hits", "model", "cached", "prefill"),
-    *("memory", "free", "copies", "kept", "fetched", "KV held", "role", "site", "up", "step ms", "events", "expected"),
-    "indexed",
+    *("memory", "free", "copies", "kept", "fetched", "KV held", "role", "site", "up", "token ms", "step ms", "events"),
+    *("expected", "indexed"),
 )
 """Columns in the order in which they are kept when the terminal is too narrow for all."""
 _GAP = 2
 _LINES_AROUND = 8
 """Lines of the screen that are kept for the head of the table and for what is below it."""
-_ALL_WORKERS = subjects.WorkerAddress("", "")
 _WIDTH = 120
+_MIB = 1 << 20
+_FIRST_LOOK_S = 0.1
+_UNSEEN = "no router answers, or they are of an earlier version, or this user may not publish to `fleet`"
+_PATIENCE_S = 5.0
+"""Time for the first two digests."""
 
 
 def add_flags(parser: Parser) -> None:
@@ -66,20 +73,21 @@ class Row(NamedTuple):
     """Copies of blocks in host memory."""
     fetched_blocks: int
     """Blocks that came from other workers since the engine started."""
-    fetched_per_s: float
     step_age_ms: float
+    token_ms: float
+    """Milliseconds from one token of a stream to the next, at its best; 0 while unknown."""
     hit_rate: float
     """Share of all prompt tokens that were cached, since the engine started."""
     indexed_blocks: int
     """Blocks of this worker that the answering router has in its prefix index."""
     events: str
     lost_events: int
-    adapters: tuple[str, ...] = ()
-    """Names of its LoRA adapters."""
     kept_blocks: int = 0
     """Blocks, or checkpoints, that clients have asked to keep."""
-    health: messages.WorkerHealth | None = None
-    """Memory and uptime; None if the worker has not reported them yet."""
+    memory: messages.WorkerMemory | None = None
+    """Memory and the engine's start; None if the worker has not reported them yet."""
+    since_ms: int = 0
+    """Unix time in ms at which its frontend started."""
     max_running: int = 0
     """Requests that can run now, if it shares KV memory with other workers; else 0."""
     kv_pool_bytes: int = 0
@@ -87,76 +95,41 @@ class Row(NamedTuple):
     site: str = ""
 
 
-class Rates:
-    """The growth per second of a counter of each worker, between two updates."""
-
-    def __init__(self) -> None:
-        self._seen: dict[subjects.WorkerAddress, tuple[int, float]] = {}
-
-    def update(self, worker: subjects.WorkerAddress, count: int, now: float) -> float:
-        """Returns the rate since the last update. It is 0 for a counter that fell, whose engine has restarted."""
-        before, at = self._seen.get(worker, (count, now))
-        self._seen[worker] = (count, now)
-        # Counters restart at 0 together with the engine.
-        return max(0, count - before) / (now - at) if now > at else 0.0
+def rows_of(picture: FleetPicture, model: str | None = None) -> list[Row]:
+    """Returns the workers of a model, or all, ordered by model and name."""
+    return [_row(*view) for view in picture.workers() if model in (None, view.sheet.model)]
 
 
-class FleetRates:
-    """The counts that `rows_of` remembers between two updates."""
-
-    def __init__(self) -> None:
-        self.tokens = Rates()
-        self.fetched = Rates()
-        self.summary = Rates()
-
-
-def rows_of(reply: messages.ModelsReply, rates: FleetRates, now: float) -> list[Row]:
-    """Returns the workers, ordered by model and name."""
-    rows = []
-    for served in reply.models:
-        for card in sorted(served.workers or [], key=lambda card: card.worker_id):
-            load, watched = card.load or messages.Load(), card.watched
-            rows.append(
-                Row(
-                    worker_id=card.worker_id,
-                    model=served.model,
-                    state="ejected" if watched is not None and watched.ejected else card.shown_state,
-                    role=card.role,
-                    site=card.site,
-                    running=load.running,
-                    max_num_seqs=card.max_num_seqs,
-                    waiting=load.waiting,
-                    queued_prefill_tokens=load.queued_prefill_tokens,
-                    tokens_per_s=rates.tokens.update(card.address, load.generated_tokens, now),
-                    used_blocks=load.used_blocks,
-                    cached_blocks=load.cached_blocks,
-                    total_blocks=load.used_blocks + load.cached_blocks + load.free_blocks,
-                    expected_blocks=load.expected_blocks,
-                    host_blocks=load.host_blocks,
-                    kept_blocks=load.kept_blocks,
-                    fetched_blocks=load.fetched_blocks,
-                    fetched_per_s=rates.fetched.update(card.address, load.fetched_blocks, now),
-                    step_age_ms=load.step_age_ms,
-                    hit_rate=load.cached_tokens / load.prompt_tokens if load.prompt_tokens else 0.0,
-                    indexed_blocks=watched.indexed_blocks if watched else 0,
-                    events=watched.events if watched else "",
-                    lost_events=watched.lost_events if watched else 0,
-                    adapters=tuple(one.name for one in card.adapters),
-                    health=card.health,
-                    max_running=load.max_running,
-                    kv_pool_bytes=load.kv_pool_bytes,
-                )
-            )
-    return rows
-
-
-class Totals(NamedTuple):
-    """All workers, of which a table shows some."""
-
-    counts: messages.WorkerCounts
-    tokens_per_s: float
-    first: int
-    """Number of the first worker shown, from 0."""
+def _row(sheet: messages.WorkerSheet, numbers: messages.WorkerNumbers, memory: messages.WorkerMemory | None) -> Row:
+    return Row(
+        worker_id=sheet.worker_id,
+        model=sheet.model,
+        state=numbers.state,
+        role=sheet.role,
+        site=sheet.site,
+        running=numbers.running,
+        max_num_seqs=sheet.max_num_seqs,
+        waiting=numbers.waiting,
+        queued_prefill_tokens=numbers.queued_prefill_tokens,
+        tokens_per_s=numbers.tokens_per_s,
+        used_blocks=numbers.used_blocks,
+        cached_blocks=numbers.cached_blocks,
+        total_blocks=numbers.total_blocks,
+        expected_blocks=numbers.expected_blocks,
+        host_blocks=numbers.host_blocks,
+        kept_blocks=numbers.kept_blocks,
+        fetched_blocks=numbers.fetched_blocks,
+        step_age_ms=numbers.step_age_ms,
+        token_ms=numbers.token_ms,
+        hit_rate=numbers.hit_rate,
+        indexed_blocks=numbers.indexed_blocks,
+        events=numbers.events,
+        lost_events=numbers.lost_events,
+        memory=memory,
+        since_ms=sheet.since_ms,
+        max_running=numbers.max_running if numbers.kv_pool_bytes else 0,
+        kv_pool_bytes=numbers.kv_pool_bytes,
+    )
 
 
 def counts_text(counts: messages.WorkerCounts) -> str:
@@ -167,20 +140,23 @@ def counts_text(counts: messages.WorkerCounts) -> str:
 
 def make_table(
     rows: list[Row],
-    router: messages.RouterStats | None = None,
+    routers: Sequence[messages.RouterStats] = (),
     width: int = _WIDTH,
-    totals: Totals | None = None,
+    *,
+    first: int = 0,
+    most: int | None = None,
 ) -> Table:
-    """Returns a table of the workers with as many columns as fit into `width` characters; `totals` counts all workers
-    if these are not all."""
-    cells = [_cells(row) for row in rows]
+    """Returns a table of the workers from `first` on, at most `most`, with as many columns as fit into `width`
+    characters; below it are the sums of all."""
+    page = rows[first:] if most is None else rows[first : first + most]
+    cells = [_cells(row) for row in page]
     table = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0))
     shown = _columns_that_fit(cells, width)
     for name in shown:
         table.add_column(name, no_wrap=True)
     for row in cells:
         table.add_row(*(row[name] for name in shown))
-    table.caption = "\n".join(_caption(rows, router, totals))
+    table.caption = "\n".join((*_sums(rows, first, len(page)), *itertools.chain(*map(_router_lines, routers))))
     return table
 
 
@@ -206,20 +182,22 @@ def _cells(row: Row) -> dict[str, str]:
         "indexed": str(row.indexed_blocks),
         "hits": f"{row.hit_rate:.0%}",
         "events": f"{row.events} -{row.lost_events}" if row.lost_events else row.events,
+        "token ms": f"{row.token_ms:.0f}" if row.token_ms else "",
         "step ms": f"{row.step_age_ms:.0f}",
-        **_health_cells(row.health),
+        **_memory_cells(row),
     }
 
 
-def _health_cells(health: messages.WorkerHealth | None) -> dict[str, str]:
+def _memory_cells(row: Row) -> dict[str, str]:
     """Returns the texts about memory and uptime: the memory of both processes, what each device has left, and how long
     the engine has served."""
-    if health is None:
+    memory = row.memory
+    if memory is None:
         return {"memory": "", "free": "", "up": ""}
     return {
-        "memory": size_text(health.front_bytes + health.engine_bytes),
-        "free": " ".join(f"{one.name} {size_text(one.free_bytes)}" for one in health.devices),
-        "up": duration_text(health.engine_uptime_s),
+        "memory": size_text((memory.front_mib + memory.engine_mib) * _MIB),
+        "free": " ".join(f"{name} {size_text(free_mib * _MIB)}" for name, _, free_mib in memory.devices),
+        "up": duration_text(max(0.0, time.time() - row.since_ms / 1e3 - memory.engine_since_s)),
     }
 
 
@@ -255,25 +233,25 @@ def _columns_that_fit(cells: list[dict[str, str]], width: int) -> list[str]:
     return [name for name in cells[0] if name in chosen] if cells else ["worker"]
 
 
-def _caption(rows: list[Row], router: messages.RouterStats | None, totals: Totals | None) -> Iterator[str]:
-    if totals is None:
-        running, waiting = sum(row.running for row in rows), sum(row.waiting for row in rows)
-        yield f"{running} running, {waiting} waiting, {sum(row.tokens_per_s for row in rows):.0f} tokens/s"
-    else:
-        counts = totals.counts
-        yield (
-            f"{totals.first + 1:,} to {totals.first + len(rows):,} of {counts_text(counts)} (arrow keys: other pages); "
-            f"{counts.running:,} running, {counts.waiting:,} waiting, {totals.tokens_per_s:,.0f} tokens/s"
-        )
+def _sums(rows: list[Row], first: int, num_shown: int) -> Iterator[str]:
+    """Yields the lines about all workers, of which some are shown."""
+    work = (
+        f"{sum(row.running for row in rows):,} running, {sum(row.waiting for row in rows):,} waiting, "
+        f"{sum(row.tokens_per_s for row in rows):,.0f} tokens/s"
+    )
+    if num_shown < len(rows):
+        states = Counter(row.state for row in rows)
+        counted = ", ".join(f"{count:,} {state}" for state, count in sorted(states.items()))
+        shown = f"{first + 1:,} to {first + num_shown:,} of {len(rows):,} workers: {counted}"
+        work = f"{shown} (arrow keys: other pages); {work}"
+    yield work
     if copies := sum(row.host_blocks for row in rows):
-        yield (
-            f"{copies} blocks copied to host memory, {sum(row.fetched_blocks for row in rows)} fetched from other "
-            f"workers, {sum(row.fetched_per_s for row in rows):.0f} a second"
-        )
-    for model, names in _adapters_by_model(rows).items():
-        yield f"adapters of {model}: {', '.join(names)}"
-    if router is None:
-        return
+        fetched = sum(row.fetched_blocks for row in rows)
+        yield f"{copies} blocks copied to host memory, {fetched} fetched from other workers"
+
+
+def _router_lines(router: messages.RouterStats) -> Iterator[str]:
+    """Yields the lines about one router."""
     at = f" at {router.site}" if router.site else ""
     part = f" for {' '.join(router.models)}" if router.models else ""
     yield (
@@ -290,72 +268,44 @@ def _caption(rows: list[Row], router: messages.RouterStats | None, totals: Total
         yield f"refused: {refused.worker_id} of {refused.model}: {refused.reason}"
 
 
-def _adapters_by_model(rows: list[Row]) -> dict[str, list[str]]:
-    """Returns the names of each model's adapters; a worker that lacks one is named after it."""
-    found: dict[str, list[str]] = {}
-    for model in dict.fromkeys(row.model for row in rows):
-        workers = [row for row in rows if row.model == model]
-        for name in sorted({name for row in workers for name in row.adapters}):
-            lacking = [row.worker_id for row in workers if name not in row.adapters]
-            found.setdefault(model, []).append(f"{name} (not at {', '.join(lacking)})" if lacking else name)
-    return found
-
-
 async def _top(options: argparse.Namespace, client: WireClient) -> int:
-    rates = FleetRates()
-    if options.once or options.json or not _is_screen():
-        rows_of(await client.models(model=options.model), rates, time.monotonic())  # rates need two readings
-        await asyncio.sleep(options.interval_s)
-        return _show_once(await client.models(model=options.model), rates, as_json=options.json)
-    left = asyncio.Event()
-    live = Live(auto_refresh=False, screen=True)
-    pages = _Pages(client, options.model)
-    with keyboard.watched(live, left.set, pages.press), contextlib.suppress(signals.StoppedError):
-        await signals.unless_stopped(left, _watch(pages, rates, live, options.interval_s))
+    async with client.view_fleet() as viewer:
+        if options.once or options.json or not _is_screen():
+            return await _show_once(viewer, options)
+        left = asyncio.Event()
+        live = Live(auto_refresh=False, screen=True)
+        pages = _Pages()
+        with keyboard.watched(live, left.set, pages.press), contextlib.suppress(signals.StoppedError):
+            await signals.unless_stopped(left, _watch(viewer, pages, live, options))
     return 0
 
 
 class _Pages:
     """The pages of a fleet, as many workers each as fit on the screen, of which one is shown."""
 
-    def __init__(self, client: WireClient, model: str | None) -> None:
-        self._client = client
-        self._model = model
-        self._before: list[tuple[str | None, int]] = [(None, 0)]
-        """Where the pages up to the one that is shown begin: `after`, and the number of workers before."""
-        self._next: tuple[str, int] | None = None
-        """The same of the page after it, if there is one."""
+    def __init__(self) -> None:
+        self.first = 0
+        """The number of the first worker shown."""
         self.turned = asyncio.Event()
         """Set when another page is to be shown."""
+        self._num_workers = self._most = 0
 
     def press(self, key: bytes) -> None:
         """Turns the page, if the key does that."""
-        if key in keyboard.FORWARD and self._next is not None:
-            self._before.append(self._next)
-        elif key in keyboard.BACKWARD and len(self._before) > 1:
-            self._before.pop()
+        if key in keyboard.FORWARD and self.first + self._most < self._num_workers:
+            self.first += self._most
+        elif key in keyboard.BACKWARD and self.first:
+            self.first = max(0, self.first - self._most)
         else:
             return
-        self._next = None
         self.turned.set()
 
-    async def table(self, rates: FleetRates, width: int, height: int) -> Table | str:
-        """Returns the table of a page that fits on the screen. Raises RequestError."""
-        after, first = self._before[-1]
-        limit = min(max(1, height - _LINES_AROUND), limits.MAX_PAGE_WORKERS)
-        asked = messages.ModelsRequest(model=self._model, after=after, limit=limit)
-        page = await self._client.models_page(asked, timeout_s=2.0)
-        whole = page if after is None else await self._client.models(2.0, model=self._model, with_workers=False)
-        now, rows = time.monotonic(), rows_of(page, rates, time.monotonic())
-        if not rows and after is not None:  # the last workers have left
-            self._before = [(None, 0)]
-            self.turned.set()
-        self._next = (page.next, first + len(rows)) if page.next is not UNSET else None
-        counts, totals = whole.summary, None
-        if counts is not UNSET and counts.workers > len(rows):
-            rate = rates.summary.update(_ALL_WORKERS, counts.generated_tokens, now)
-            totals = Totals(counts, rate, first)
-        return make_table(rows, whole.router or None, width, totals)
+    def table(self, rows: list[Row], routers: Sequence[messages.RouterStats], width: int, height: int) -> Table:
+        """Returns the table of the page that fits on the screen."""
+        self._num_workers, self._most = len(rows), max(1, height - _LINES_AROUND)
+        if self.first >= len(rows):  # the last workers have left
+            self.first = 0
+        return make_table(rows, routers, width, first=self.first, most=self._most)
 
 
 def _is_screen() -> bool:
@@ -363,25 +313,56 @@ def _is_screen() -> bool:
     return sys.stdout.isatty() and not Console().is_dumb_terminal
 
 
-async def _watch(pages: _Pages, rates: FleetRates, live: Live, interval_s: float) -> None:
+async def _watch(viewer: FleetViewer, pages: _Pages, live: Live, options: argparse.Namespace) -> None:
     while True:
         pages.turned.clear()
-        try:
-            shown = await pages.table(rates, live.console.width, live.console.height)
-        except errors.RequestError as error:
-            shown = f"no router answers: {error.error.message}"
+        shown: Table | str = f"the fleet can't be seen: {viewer.problem or _UNSEEN}"
+        if viewer.picture.is_complete and not viewer.problem:
+            rows = rows_of(viewer.picture, options.model)
+            routers = viewer.picture.routers()
+            shown = pages.table(rows, routers, live.console.width, live.console.height)
+            if not rows:
+                shown = _no_workers(options.model)
         live.update(shown, refresh=True)
+        # at the start, and after a loss, the first digest is shown at once
+        interval_s = options.interval_s if viewer.picture.is_complete else _FIRST_LOOK_S
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(interval_s):
                 await pages.turned.wait()
 
 
-def _show_once(reply: messages.ModelsReply, rates: FleetRates, *, as_json: bool) -> int:
-    rows = rows_of(reply, rates, time.monotonic())
-    if as_json:
-        print(msgspec.json.encode([row._asdict() for row in rows]).decode())
+def _to_json(row: Row) -> dict[str, object]:
+    memory = row.memory and msgspec.structs.asdict(row.memory)
+    return row._asdict() | {"memory": memory}
+
+
+def _no_workers(model: str | None) -> str:
+    return "no model is being served" if model is None else f"no worker serves the model {model}"
+
+
+async def _show_once(viewer: FleetViewer, options: argparse.Namespace) -> int:
+    """Prints the fleet after two digests, since rates need two."""
+    until = time.monotonic() + _PATIENCE_S
+    while not viewer.picture.is_complete:
+        await _next_digest(viewer, until)
+    viewer.changed.clear()
+    await _next_digest(viewer, until)
+    rows = rows_of(viewer.picture, options.model)
+    if options.json:
+        print(msgspec.json.encode([_to_json(row) for row in rows]).decode())
     else:
         width = max(_WIDTH, Console().width)
-        shown = make_table(rows, reply.router or None, width) if rows else "no model is being served"
+        shown = make_table(rows, viewer.picture.routers(), width) if rows else _no_workers(options.model)
         Console(width=width).print(shown)
     return 0
+
+
+async def _next_digest(viewer: FleetViewer, until: float) -> None:
+    """Waits for a digest until a moment of the monotonic clock. Raises RequestError(no_worker) if none comes."""
+    try:
+        async with asyncio.timeout(until - time.monotonic()):
+            await viewer.changed.wait()
+    except TimeoutError as error:
+        reason = viewer.problem or _UNSEEN
+        raise errors.request_error(errors.Code.NO_WORKER, reason) from error
+    viewer.changed.clear()

@@ -63,6 +63,11 @@ class Inbox:
         return f"<Inbox {self._prefix}, {len(self._streams)} streams>"
 
     @property
+    def prefix(self) -> str:
+        """The beginning of all its reply subjects."""
+        return self._prefix
+
+    @property
     def num_streams(self) -> int:
         assert len(self._streams) == len(self._reply_tokens), (self._streams, self._reply_tokens)
         return len(self._streams)

@@ -17,6 +17,7 @@ from nats.aio.msg import Msg
 from tokenbus.client.wire import field_reader
 from tokenbus.client.wire.choices import Answers, ChoiceBatch, Choices
 from tokenbus.client.wire.chunk_stream import ChunkStream
+from tokenbus.client.wire.fleet_viewer import FleetViewer
 from tokenbus.client.wire.inbox import Inbox
 from tokenbus.client.wire.request_fields import GenerateFields
 from tokenbus.protocol.bus import bus
@@ -223,6 +224,12 @@ class WireClient:
             if page.next is UNSET or page.next == asked.after:
                 return codec.replace(whole, next=UNSET)
             asked = codec.replace(asked, after=page.next)
+
+    def view_fleet(self) -> FleetViewer:
+        """Returns a view of the fleet as it changes, which begins with `async with`. Its digests come in this client's
+        encoding; MessagePack takes a third of the space."""
+        subject = self._names.fleet_for(self._tenant, self._key_id)
+        return FleetViewer(self._connection, subject, f"{self._inbox.prefix}.fleet", self._encoding)
 
     async def models_page(self, asked: messages.ModelsRequest, timeout_s: float = 5.0) -> messages.ModelsReply:
         """Returns a page of the models being served; a router of an earlier version returns everything that fits into

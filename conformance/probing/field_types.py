@@ -50,6 +50,14 @@ def list_of(kind: FieldType) -> FieldType:
     return FieldType(f"a list with each item {kind.name}", holds)
 
 
+def starting_with(kind: FieldType) -> FieldType:
+    """Returns the type of arrays whose first item is of a type."""
+    return FieldType(
+        f"an array of {kind.name} and more",
+        lambda value: bool(isinstance(value, list) and value and kind.holds(value[0])),
+    )
+
+
 def one_of(*values: object) -> FieldType:
     return FieldType(f"one of {', '.join(map(str, values))}", lambda value: value in values)
 

@@ -184,3 +184,24 @@ TOKENS: Schema = {
     "context_length": POSITIVE,
 }
 LIMITS: Schema = {"max_request_bytes": POSITIVE}
+
+_NUMBERED_ITEM = field_types.starting_with(COUNT)
+FLEET_DIGEST: Schema = {
+    "router_id": NAME,
+    "life": NAME,
+    "seq": COUNT,
+    "parts": POSITIVE,
+    "joined": optional(list_of(field_types.MAP)),
+    "workers": optional(list_of(_NUMBERED_ITEM)),
+    "memory": optional(list_of(_NUMBERED_ITEM)),
+    "left": optional(list_of(COUNT)),
+    "queues": optional(list_of(field_types.starting_with(NAME))),
+}
+WORKER_SHEET: Schema = {
+    "number": COUNT,
+    "worker_id": NAME,
+    "model": NAME,
+    "engine": NAME,
+    "host": TEXT,
+    "max_num_seqs": COUNT,
+}

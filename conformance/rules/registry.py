@@ -10,6 +10,7 @@ from tokenbus.conformance.rules import (
     endings,
     features,
     fields,
+    fleet,
     guardians,
     ids,
     models,
@@ -20,7 +21,7 @@ from tokenbus.conformance.rules import (
     workers,
 )
 
-_MODULES = (stream, sampling, encoding, fields, ids, endings, resync, features, models, workers, runs, guardians)
+_MODULES = (stream, sampling, encoding, fields, ids, endings, resync, features, models, fleet, workers, runs, guardians)
 
 
 class Rule(NamedTuple):

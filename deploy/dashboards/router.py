@@ -264,6 +264,13 @@ _FLEET = (
         ),
     ),
     Panel(
+        "Viewers of the fleet",
+        "Consoles and `tokenbus top` to which the router sends digests; without any, none are made. If there are 64, "
+        "the most there may be, look for clients that ask and never leave.",
+        "short",
+        (Query(sum_of(f"{_P}_fleet_viewers", ROUTER_FILTER, "instance"), _NAME),),
+    ),
+    Panel(
         "Messages with a forbidden reply subject",
         "The reply subject is not an inbox of the client's tenant. If there are any, a client is broken or malicious: "
         "see `reply_subject_refused` in the log.",

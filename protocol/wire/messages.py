@@ -33,6 +33,12 @@ from tokenbus.protocol.wire.cards import WorkerRole as WorkerRole
 from tokenbus.protocol.wire.cards import WorkerState as WorkerState
 from tokenbus.protocol.wire.cards import WorkerTracking as WorkerTracking
 from tokenbus.protocol.wire.codec import Message as Message
+from tokenbus.protocol.wire.fleet import FleetDigest as FleetDigest
+from tokenbus.protocol.wire.fleet import FleetRequest as FleetRequest
+from tokenbus.protocol.wire.fleet import ModelQueue as ModelQueue
+from tokenbus.protocol.wire.fleet import WorkerMemory as WorkerMemory
+from tokenbus.protocol.wire.fleet import WorkerNumbers as WorkerNumbers
+from tokenbus.protocol.wire.fleet import WorkerSheet as WorkerSheet
 from tokenbus.protocol.wire.generate import CacheReply as CacheReply
 from tokenbus.protocol.wire.generate import CacheRequest as CacheRequest
 from tokenbus.protocol.wire.generate import ChatMessage as ChatMessage

@@ -162,6 +162,8 @@ class Subjects:
         self.discover = f"{prefix}.discover"
         self.models = (f"{prefix}.models", f"{prefix}.models.*")
         self.models_of_keys = f"{prefix}.models.*.*"
+        self.fleet = (f"{prefix}.fleet", f"{prefix}.fleet.*")
+        self.fleet_of_keys = f"{prefix}.fleet.*.*"
         self.all_cards = f"{prefix}.card.*.*"
         self.all_events = f"{prefix}.events.*.*"
         self.all_seals = f"{prefix}.events.*.*.seal"
@@ -221,6 +223,9 @@ class Subjects:
 
     def models_for(self, tenant: str = DEFAULT_TENANT, key_id: str = "") -> str:
         return f"{self.models[0]}{_client(tenant, key_id)}"
+
+    def fleet_for(self, tenant: str = DEFAULT_TENANT, key_id: str = "") -> str:
+        return f"{self.fleet[0]}{_client(tenant, key_id)}"
 
     def cancel(self, request_id: str, tenant: str = DEFAULT_TENANT, model: str | None = None) -> str:
         return self._of_request("cancel", request_id, tenant, model)

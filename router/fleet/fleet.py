@@ -346,7 +346,11 @@ class Fleet:
 
     def card_view(self, worker: Worker, now: float) -> messages.Card:
         """Returns a worker's card as clients see it."""
-        return worker.tracked_card(self.model(worker.card.model).num_blocks_of(worker), now)
+        return worker.tracked_card(self.num_indexed(worker), now)
+
+    def num_indexed(self, worker: Worker) -> int:
+        """Returns how many blocks a worker is known to hold."""
+        return self.model(worker.card.model).num_blocks_of(worker)
 
     def router_view(self, router_id: str, waiting: int, now: float) -> messages.RouterStats:
         """Returns this router's state as clients see it; `waiting` requests are in its queue."""

@@ -26,6 +26,7 @@ from tokenbus.router.access import key_checks
 from tokenbus.router.access.key_checks import KeyChecks
 from tokenbus.router.fleet.model_part import ModelPart
 from tokenbus.router.requests.calls.client_calls import Call, CallKind, ClientCalls
+from tokenbus.router.requests.fleet_viewers import FleetViewers
 from tokenbus.router.requests.flights.flight import Flight
 from tokenbus.router.requests.lifecycle import RequestLifecycle
 from tokenbus.router.requests.listing import SystemListing
@@ -36,6 +37,7 @@ from tokenbus.router.telemetry.metrics import RouterMetrics
 
 _requests = codec.Decoder(messages.GenerateRequest)
 _listings = codec.Decoder(messages.ModelsRequest)
+_views = codec.Decoder(messages.FleetRequest)
 _DUPLICATE_GRACE_S = 0.05
 """A request whose id is in flight is tried again after this long: its client may have seen the earlier one end before
 this router has."""
@@ -64,9 +66,11 @@ class Intake:
         part: ModelPart,
         listing: SystemListing,
         keys: KeyChecks | None,
+        viewers: FleetViewers,
     ) -> None:
         self._keys = keys
         self._part = part
+        self._viewers = viewers
         self._listing = listing
         self._bus = bus
         self._replies = replies
@@ -116,6 +120,8 @@ class Intake:
         await self._share((subject, self._on_models) for subject in self._names.models)
         if self._keys is not None:
             await self._share([(self._names.models_of_keys, self._on_models)])
+        for subject in (*self._names.fleet, *([] if self._keys is None else [self._names.fleet_of_keys])):
+            self._subscriptions.append(await self._bus.subscribe(subject, self._on_fleet))
         # of all routers with the same models, one passes such a message on
         await self._share(((subject, self._pass_on) for subject in self._names.without_model), self._part.queue)
         for subject in self._names.all_cancels if is_whole else self._names.all_cancels[:2]:
@@ -162,6 +168,7 @@ class Intake:
         for subscription in self._subscriptions:
             await self._bus.unsubscribe(subscription)
         self._parts.stop()
+        self._viewers.close()
         for timer, try_again in list(self._duplicates.items()):
             timer.cancel()
             try_again()
@@ -267,6 +274,24 @@ class Intake:
             self._listing.refuse(message.reply, encoding, errors.make_error(errors.Code.INVALID_REQUEST, str(problem)))
         except errors.RequestError as problem:
             self._listing.refuse(message.reply, encoding, problem.error)
+
+    def _on_fleet(self, message: Msg) -> None:
+        if not self._may_answer(message):
+            return
+        try:
+            tenant, key_id = self._names.parse_models(message.subject)
+        except ValueError:
+            return
+        encoding = codec.Encoding.JSON
+        try:
+            encoding = codec.encoding_of(message.headers)
+            asked = _views.decode(message.data, encoding) if message.data else messages.FleetRequest()
+            self._find_key(subjects.ModelAddress("", tenant, key_id))
+            self._viewers.ask(message.reply, asked, encoding)
+        except codec.MediaTypeError as problem:
+            self._viewers.refuse(message.reply, encoding, errors.make_error(errors.Code.INVALID_REQUEST, str(problem)))
+        except errors.RequestError as problem:
+            self._viewers.refuse(message.reply, encoding, problem.error)
 
     def _pass_on(self, message: Msg) -> None:
         if not message.reply or self._is_inbox(message):

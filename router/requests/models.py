@@ -101,6 +101,11 @@ class ModelCatalog:
         end = UNSET if page.end is None else page.end.token
         return codec.replace(base, models=page.models, next=end)
 
+    def stats(self, now: float) -> messages.RouterStats:
+        """Returns the router's state."""
+        view = self._fleet.router_view(self._router_id, len(self._queue), now)
+        return codec.replace(view, models=list(self._patterns))
+
     def refusal(self, error: errors.Error, max_bytes: int) -> messages.ModelsReply:
         """Returns a reply with an error."""
         return messages.ModelsReply(models=[], limits=self._limits(max_bytes), error=error)
@@ -146,12 +151,9 @@ class ModelCatalog:
         now = time.monotonic()
         names = self._fleet.unserved(now)
         counts = _count((worker for _, workers in served for worker in workers), now)
-        view = self._fleet.router_view(self._router_id, len(self._queue), now)
         return codec.replace(
             base,
-            router=codec.replace(
-                view, models=list(self._patterns), uploads=parts.num_uploads, upload_bytes=parts.held_bytes
-            ),
+            router=codec.replace(self.stats(now), uploads=parts.num_uploads, upload_bytes=parts.held_bytes),
             summary=messages.FleetCounts(models=len(served), **msgspec.structs.asdict(counts)),
             unserved=UNSET if names is None or len(names) > _MAX_UNSERVED else names,
         )

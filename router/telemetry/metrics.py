@@ -35,6 +35,9 @@ class RouterMetrics(MetricFamilies):
         self.uploads = Counter(
             f"{_P}_uploads", "Large requests in parts, by outcome: complete, expired, given_up or failed.", ("outcome",)
         )
+        self.fleet_viewers = Gauge(
+            f"{_P}_fleet_viewers", "Reply subjects to which it sends digests of the fleet: consoles and `tokenbus top`."
+        )
         self.upload_bytes = Gauge(f"{_P}_upload_bytes", "Memory for the parts of large requests.")
         self.embeddings = Counter(f"{_P}_embeddings", "Embedding requests, by error code or ok.", ("code",))
         self.tokenizations = Counter(

@@ -4,9 +4,11 @@ import io
 import json
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import structlog
 
 from tokenbus.cli import main
 from tokenbus.cli.console import key_table
@@ -33,8 +35,9 @@ class Commands:
 
 
 @pytest.fixture
-def run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Commands:
-    return Commands(tmp_path / "keys.json", capsys)
+def run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[Commands]:
+    yield Commands(tmp_path / "keys.json", capsys)
+    structlog.reset_defaults()  # the command has configured this process's log
 
 
 def shown(run: Commands, key: str) -> dict[str, object]:

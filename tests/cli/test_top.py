@@ -2,41 +2,23 @@
 
 import argparse
 import asyncio
+import contextlib
+import itertools
+import time
+from collections.abc import AsyncIterator
 from typing import cast
 
 import pytest
 from rich.console import Console
 
-from tests.router.builders import card
+from tests.router.builders import card, fleet_of
+from tests.router.fleet.test_digests import Sender
 from tokenbus.cli.commands import top
 from tokenbus.cli.commands.models import adapters_of, health_text
-from tokenbus.cli.commands.top import Rates, Row, duration_text, make_table
+from tokenbus.cli.commands.top import Row, duration_text, make_table
+from tokenbus.client.wire.fleet_picture import FleetPicture
 from tokenbus.client.wire.wire_client import WireClient
 from tokenbus.protocol.wire import codec, messages
-
-
-def test_a_rate_is_what_was_generated_between_two_looks() -> None:
-    rates = Rates()
-    assert [rates.update("w", tokens, at) for tokens, at in ((100, 0.0), (150, 1.0), (150, 2.0), (400, 4.5))] == [
-        0,
-        50,
-        0,
-        100,
-    ]
-
-
-@pytest.mark.parametrize(("tokens", "at"), [(3, 1.0), (100, 0.0)])
-def test_a_counter_that_began_anew_or_no_time_at_all_gives_no_rate(tokens: int, at: float) -> None:
-    rates = Rates()
-    rates.update("w", 100, 0.0)
-    assert rates.update("w", tokens, at) == 0
-
-
-def test_workers_are_counted_apart() -> None:
-    rates = Rates()
-    rates.update("a", 0, 0.0)
-    rates.update("b", 1_000, 0.0)
-    assert (rates.update("a", 10, 1.0), rates.update("b", 1_030, 1.0)) == (10, 30)
 
 
 def rows() -> list[Row]:
@@ -58,8 +40,8 @@ def rows() -> list[Row]:
             150,
             700,
             90,
-            30.0,
             12.5,
+            21.0,
             0.35,
             500,
             "live",
@@ -72,7 +54,7 @@ def rows() -> list[Row]:
 def shown(width: int) -> list[str]:
     console = Console(width=width)
     with console.capture() as captured:
-        console.print(make_table(rows(), None, width))
+        console.print(make_table(rows(), (), width))
     return [line.rstrip() for line in captured.get().splitlines()]
 
 
@@ -87,7 +69,7 @@ def test_workers_that_share_kv_memory_show_what_they_hold_and_how_many_requests_
     sharing = rows()[0]._replace(max_running=8, kv_pool_bytes=24 << 20)
     console = Console(width=200)
     with console.capture() as captured:
-        console.print(make_table([sharing, rows()[1]], None, 200))
+        console.print(make_table([sharing, rows()[1]], (), 200))
     head, first, second, *_ = captured.get().splitlines()
     assert "KV held" in head
     assert first.split()[4] == "3/8"
@@ -100,23 +82,15 @@ def test_no_width_cuts_a_cell() -> None:
         assert not any("…" in line for line in shown(width)[:4]), width
     assert " ".join(shown(180)[0].split()) == (
         "worker model state role run wait prefill tok/s KV used expected cached copies kept fetched indexed hits "
-        "events step ms"
+        "events token ms step ms"
     )
 
 
 def test_blocks_that_move_are_told_of_where_there_are_copies() -> None:
     caption = str(make_table(rows()).caption).splitlines()
-    assert caption[1] == "2100 blocks copied to host memory, 270 fetched from other workers, 90 a second"
+    assert caption[1] == "2100 blocks copied to host memory, 270 fetched from other workers"
     none = [row._replace(host_blocks=0) for row in rows()]
     assert len(str(make_table(none).caption).splitlines()) == 1
-
-
-def test_adapters_are_listed_by_model_with_the_workers_that_lack_one() -> None:
-    first, second, third = rows()
-    some = [first._replace(adapters=("b", "a")), second._replace(adapters=("a",)), third._replace(model="other")]
-    told = [line for line in str(make_table(some).caption).splitlines() if line.startswith("adapters")]
-    assert told == ["adapters of qwen2.5-0.5b-instruct: a, b (not at worker-1)"]
-    assert "adapters" not in str(make_table(rows()).caption)
 
 
 @pytest.mark.parametrize(
@@ -136,18 +110,17 @@ def test_large_requests_are_told_of_while_there_are_any(uploads: int, lines: lis
         uploads=uploads,
         upload_bytes=3 << 19,
     )
-    caption = str(make_table(rows(), router).caption)
+    caption = str(make_table(rows(), [router]).caption)
     assert [line for line in caption.splitlines() if "parts" in line] == lines
 
 
 def test_memory_and_uptime_are_shown_of_workers_that_tell_them() -> None:
-    host = messages.DeviceHealth(name="host", kind="cpu", total_bytes=8 << 30, free_bytes=3 << 29)
-    gpu = messages.DeviceHealth(name="CUDA0", kind="gpu", total_bytes=80 << 30, free_bytes=700 << 20, layers=24)
-    health = messages.WorkerHealth(
-        devices=[host, gpu], front_bytes=100 << 20, engine_bytes=2 << 30, uptime_s=9e5, engine_uptime_s=7_500.0
+    memory = messages.WorkerMemory(
+        0, front_mib=100, engine_mib=2_048, engine_since_s=60, devices=[("host", 8_192, 1_536), ("CUDA0", 81_920, 700)]
     )
+    started_ms = round(1e3 * (time.time() - 7_560))
     silent, telling, last = rows()
-    some = [silent, telling._replace(health=health), last]
+    some = [silent, telling._replace(memory=memory, since_ms=started_ms), last]
     console = Console(width=200)
     with console.capture() as captured:
         console.print(make_table(some, width=200))
@@ -191,56 +164,52 @@ def test_the_list_of_models_names_adapters_as_requests_do_and_who_lacks_them() -
     assert list(adapters_of(alone)) == ["demo:style"]
 
 
-async def test_without_a_terminal_one_table_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    class Fleet:
-        async def models(self, model: str | None) -> messages.ModelsReply:
-            served = messages.ServedModel(model="demo", context_length=512, features=[], workers=[card("ada")])
-            return messages.ModelsReply(models=[served], limits=messages.ServerLimits(max_request_bytes=1))
+class Told:
+    """An event that has always happened."""
 
-    options = argparse.Namespace(once=False, json=False, interval_s=0.0, model=None)
-    assert await asyncio.wait_for(top._top(options, cast("WireClient", Fleet())), 5.0) == 0
+    def clear(self) -> None: ...
+
+    async def wait(self) -> None: ...
+
+
+class Viewer:
+    """A view of workers with these names."""
+
+    changed = Told()
+    problem = ""
+
+    def __init__(self, *names: str) -> None:
+        self.picture = FleetPicture()
+        Sender(fleet_of(*map(card, names))).send(self.picture, whole=True)
+
+    @contextlib.asynccontextmanager
+    async def view_fleet(self) -> AsyncIterator["Viewer"]:
+        yield self
+
+
+async def test_without_a_terminal_one_table_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    options = argparse.Namespace(once=False, json=False, model=None)
+    assert await asyncio.wait_for(top._top(options, cast("WireClient", Viewer("ada"))), 5.0) == 0
     assert "ada" in capsys.readouterr().out
 
 
-class Paged:
-    """A router with five workers, as the pages of the screen ask for them."""
-
-    def __init__(self) -> None:
-        self.names = ["a", "b", "c", "d", "e"]
-
-    async def models_page(self, asked: messages.ModelsRequest, timeout_s: float) -> messages.ModelsReply:
-        assert asked.limit is not None
-        left = [name for name in self.names if f"demo.{name}" > (asked.after or "")]
-        served = messages.ServedModel(
-            model="demo", context_length=512, features=[], workers=[card(name) for name in left[: asked.limit]]
-        )
-        counts = messages.FleetCounts(
-            models=1, workers=5, states={"ready": 4, "silent": 1}, running=3, waiting=0, generated_tokens=9
-        )
-        return messages.ModelsReply(
-            models=[served],
-            limits=messages.ServerLimits(max_request_bytes=1),
-            summary=messages.UNSET if asked.after else counts,
-            next=f"demo.{left[asked.limit - 1]}" if len(left) > asked.limit else messages.UNSET,
-        )
-
-    async def models(self, timeout_s: float, model: str | None, *, with_workers: bool) -> messages.ModelsReply:
-        assert not with_workers
-        return await self.models_page(messages.ModelsRequest(limit=0), timeout_s)
+async def test_a_model_that_no_worker_serves_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    options = argparse.Namespace(once=True, json=False, model="other")
+    assert await asyncio.wait_for(top._top(options, cast("WireClient", Viewer("ada"))), 5.0) == 0
+    assert capsys.readouterr().out.strip() == "no worker serves the model other"
 
 
-async def test_arrow_keys_turn_the_pages_of_a_fleet_that_the_screen_can_not_show() -> None:
-    pages, rates, console = top._Pages(cast("WireClient", Paged()), None), top.FleetRates(), Console(width=120)
-
-    async def look() -> str:
-        with console.capture() as captured:
-            console.print(await pages.table(rates, 120, 2 + top._LINES_AROUND))
-        return captured.get()
-
+def test_arrow_keys_turn_the_pages_of_a_fleet_that_the_screen_can_not_show() -> None:
+    pages, console, names = top._Pages(), Console(width=120), list("abcde")
+    workers = [row._replace(worker_id=name) for name, row in zip(names, itertools.cycle(rows()), strict=False)]
+    workers[4] = workers[4]._replace(state="silent")
     seen = []
     for key in (b"\x1b[A", b"\x1b[B", b"x", b"\x1b[B", b"\x1b[B", b"\x1b[A", b"\x1b[A"):
-        shown = await look()
+        with console.capture() as captured:
+            console.print(pages.table(workers, [], 120, 2 + top._LINES_AROUND))
+        shown = captured.get()
         seen.append("".join(line[0] for line in shown.splitlines()[1:] if line[1:2] == " " and line[0] in "abcde"))
         assert "of 5 workers: 4 ready, 1 silent" in " ".join(shown.split()), shown
         pages.press(key)
     assert seen == ["ab", "ab", "cd", "cd", "e", "e", "cd"]
+    assert top._Pages().table([], [], 120, 20).row_count == 0

@@ -14,9 +14,8 @@ from tokenbus.replay.load import table
 
 def test_the_sample_of_top_has_the_columns_that_top_shows_in_their_order() -> None:
     head, *lines = sample("operations.md", "tokenbus top --once")
-    device = messages.DeviceHealth(name="host", kind="cpu", free_bytes=1 << 30, total_bytes=8 << 30)
-    health = messages.WorkerHealth(devices=[device], front_bytes=1, engine_bytes=2, uptime_s=1.0, engine_uptime_s=1.0)
-    shown = top.make_table([row._replace(health=health) for row in rows()], None, 10_000)
+    memory = messages.WorkerMemory(0, 1, 2, 1, [("host", 8_192, 1_024)])
+    shown = top.make_table([row._replace(memory=memory) for row in rows()], (), 10_000)
     columns = [str(column.header) for column in shown.columns]
     assert re.split("  +", head) == [name for name in columns if f"  {name}  " in f"  {head}  "]
     first, *_ = str(top.make_table(rows()).caption).splitlines()

@@ -42,6 +42,8 @@ class RuleBreaker:
         answers = {
             "models": _MODELS,
             "models.*": _MODELS,
+            "fleet": {"router_id": "careless", "router": {}, "joined": [{}], "seq": -1},
+            "fleet.*": {"router_id": "careless", "router": {}, "joined": [{}], "seq": -1},
             "cancel.>": {"cancelled": True},
             "embed.>": {"id": 5},
             "tokenize.>": {"id": 5, "count": 2, "token_ids": [1]},

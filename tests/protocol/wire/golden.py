@@ -95,6 +95,23 @@ FULL_CARD = codec.replace(
     loadable=True,
     load=LOAD,
 )
+ROUTER = messages.RouterStats(
+    router_id="r1",
+    models=["m*"],
+    decisions=7,
+    decisions_per_s=0.5,
+    decision_p50_us=70.0,
+    decision_p99_us=150.5,
+    waiting=3,
+    indexed_blocks=11,
+    predicted_hit_rate=0.25,
+    hit_rate=0.5,
+    refused_cards=[messages.RefusedCard(worker_id="w9", model="m", reason="its blocks differ")],
+    refused_messages=4,
+    continued=2,
+    uploads=1,
+    upload_bytes=65_536,
+)
 ERROR = errors.make_error(errors.Code.OVERLOADED, "the queue holds 64 of 64", retry_after_ms=250.0)
 HASHES = [0xFEDCBA9876543210, 1, 2**64 - 1]
 
@@ -380,23 +397,7 @@ PUBLIC: list[tuple[str, messages.Message]] = [
                 messages.ServedModel(model="n", context_length=0, features=[], workers=[]),
             ],
             limits=messages.ServerLimits(max_request_bytes=524_288),
-            router=messages.RouterStats(
-                router_id="r1",
-                models=["m*"],
-                decisions=7,
-                decisions_per_s=0.5,
-                decision_p50_us=70.0,
-                decision_p99_us=150.5,
-                waiting=3,
-                indexed_blocks=11,
-                predicted_hit_rate=0.25,
-                hit_rate=0.5,
-                refused_cards=[messages.RefusedCard(worker_id="w9", model="m", reason="its blocks differ")],
-                refused_messages=4,
-                continued=2,
-                uploads=1,
-                upload_bytes=65_536,
-            ),
+            router=ROUTER,
         ),
     ),
     (
@@ -407,6 +408,45 @@ PUBLIC: list[tuple[str, messages.Message]] = [
             truncated=True,
         ),
     ),
+    ("who is there?", messages.FleetRequest()),
+    ("a digest with all workers", messages.FleetRequest(router_id="router-1", whole=True)),
+    (
+        "all workers",
+        messages.FleetDigest(
+            router_id="router-1",
+            router=ROUTER,
+            life="0123456789abcdef",
+            seq=1,
+            parts=1,
+            whole=True,
+            joined=[
+                messages.WorkerSheet(
+                    number=0,
+                    worker_id="w1",
+                    model="m",
+                    engine="gguf",
+                    host="h",
+                    max_num_seqs=8,
+                    since_ms=1_760_000_000_000,
+                )
+            ],
+            workers=[messages.WorkerNumbers(0, "ready", running=2, max_running=8, tokens_per_s=35.5, events="live")],
+            memory=[messages.WorkerMemory(0, 92, 512, 3, [("host", 24_000, 20_000)])],
+        ),
+    ),
+    (
+        "what has changed",
+        messages.FleetDigest(
+            router_id="router-1",
+            life="0123456789abcdef",
+            seq=2,
+            part=1,
+            parts=2,
+            left=[0],
+            queues=[messages.ModelQueue("m", 3, 1), messages.ModelQueue("n", 0, 2, 0.5)],
+        ),
+    ),
+    ("refused", messages.FleetDigest(router_id="router-1", error=ERROR)),
     ("all", messages.ModelsRequest()),
     ("a page", messages.ModelsRequest(model="m", after="m.w1", limit=2)),
     (
