@@ -44,6 +44,10 @@ _RUN = {
         "run one gateway: the OpenAI-compatible HTTP API",
         *("gateway --port 8080", "gateway --host 0.0.0.0 --api-key sk-1234=acme"),
     ),
+    "auth": Command(
+        "let NATS clients in by their API keys: answer the broker's auth callout",
+        *("auth --nats-user auth --seeds auth.seeds", "auth --nats-user auth --keys keys.json"),
+    ),
     "config": Command(
         "check a settings file, or show the settings that a server would use",
         *("config check --file tokenbus.toml", "config show worker"),
@@ -76,6 +80,10 @@ _OPERATE = {
     "top": Command("watch the fleet: load, KV blocks, tokens per second", "top", "top --once"),
     "doctor": Command(
         "check broker, models, ports and fleet, and say how to fix what is wrong", "doctor", "doctor --model chat.gguf"
+    ),
+    "auth-init": Command(
+        "make the seeds of `tokenbus auth`, and print the configuration of a broker with keys",
+        *("auth-init auth.seeds > nats.conf", "auth-init auth.seeds --prefix acme.v1", "auth"),
     ),
     "health": Command(
         "check whether the process at a metrics port is ready", "health --port 9110", "health --port 9110 --live"

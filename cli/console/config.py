@@ -23,7 +23,7 @@ from tokenbus.gateway.admission import keys
 from tokenbus.protocol.bus.connection import redact_url
 from tokenbus.protocol.telemetry import logs
 
-SECTIONS = ("worker", "router", "gateway")
+SECTIONS = ("worker", "router", "gateway", "auth")
 """The commands that read settings, each from its own table."""
 FILE_VARIABLE = "TOKENBUS_CONFIG"
 _NATS = "nats"

@@ -7,6 +7,7 @@ EXTRAS = {
     "worker": "worker-core",
     "router": "router",
     "gateway": "gateway",
+    "auth": "gateway",
     "pull": "worker-core",
     "inspect": "worker-core",
     "replay": "bench",

@@ -83,16 +83,16 @@ class KeyRing:
         key_id = keys.id_of(key)
         record = None if key_id is None else self._records.get(key_id)
         if key_id is None or (record is None and not self.is_silent(clock)):
-            raise _INVALID
+            raise _invalid()
         record = self._confirmed(key_id, clock)
         if not record.has_secret(key, now):
-            raise _INVALID
+            raise _invalid()
         return _valid(record, now)
 
     def find_by_id(self, key_id: str, now: float, clock: float) -> KeyRecord:
         """Returns the record of a key whose secret somebody else has checked. Raises KeyRefusedError."""
         if key_id not in self._records and not self.is_silent(clock):
-            raise _INVALID
+            raise _invalid()
         return _valid(self._confirmed(key_id, clock), now)
 
     def get(self, key_id: str) -> KeyRecord | None:
@@ -109,7 +109,9 @@ class KeyRing:
             callback(before, after)
 
 
-_INVALID = KeyRefusedError(KeyProblem.INVALID, "the API key is invalid")
+def _invalid() -> KeyRefusedError:
+    # One error that is raised again and again would keep the frames, and so the keys, of every time.
+    return KeyRefusedError(KeyProblem.INVALID, "the API key is invalid")
 
 
 def _valid(record: KeyRecord, now: float) -> KeyRecord:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("protocol", "worker", "router", "client", "gateway", "replay", "conformance", "cli", "demo")
+PACKAGES = ("protocol", "worker", "router", "client", "gateway", "auth", "replay", "conformance", "cli", "demo")
 ALLOWED = {
     "protocol": set(),
     "demo": set(),
@@ -19,9 +19,10 @@ ALLOWED = {
     "router": {"protocol"},
     "client": {"protocol"},
     "gateway": {"protocol", "client"},
+    "auth": {"protocol"},
     "replay": {"protocol", "worker", "router", "client"},
     "conformance": {"protocol"},
-    "cli": {"protocol", "client", "gateway", "worker", "router", "replay", "conformance", "demo"},
+    "cli": {"protocol", "client", "gateway", "auth", "worker", "router", "replay", "conformance", "demo"},
 }
 PURE = (
     "protocol/wire/*.py",
@@ -70,6 +71,11 @@ PURE = (
     "client/wire/continuation.py",
     "client/wire/reassembler.py",
     "client/wire/resync_timer.py",
+    "auth/nats_keys.py",
+    "auth/jwt.py",
+    "auth/grants.py",
+    "auth/callout_requests.py",
+    "auth/answers.py",
     "gateway/admission/keys.py",
     "gateway/admission/aliases.py",
     "gateway/openapi.py",

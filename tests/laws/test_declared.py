@@ -18,6 +18,7 @@ ALSO = {
     "worker": ("worker", "worker-onnx", "onnx-gpu"),
     "router": ("router",),
     "gateway": ("gateway",),
+    "auth": ("gateway",),
     "replay": ("bench",),
     "cli": ("server",),
 }

@@ -1,0 +1,42 @@
+"""Every metric of `tokenbus auth`."""
+
+from tokenbus.protocol.access.key_ring import KeyProblem
+from tokenbus.protocol.telemetry.metrics import MICROSECOND_BUCKETS, Counter, Gauge, Histogram, MetricFamilies
+
+_P = "tokenbus_auth"
+ALLOWED = "allowed"
+NO_KEY = "no_key"
+NOT_A_CLIENT = "not_a_client"
+FLOOD = "flood"
+BAD_REQUEST = "bad_request"
+CHANGED = "changed"
+RENEWAL = "renewal"
+
+
+class CalloutMetrics(MetricFamilies):
+    """Counts connections that were let in, kept out and closed."""
+
+    def __init__(self) -> None:
+        self.connects = Counter(
+            f"{_P}_connects",
+            "Connects that brokers have asked about: allowed, or the reason of the refusal (invalid, not_valid_now, "
+            "unavailable, no_key, not_a_client; flood: too many refusals at once, left unanswered; bad_request: no "
+            "question of a broker).",
+            ("outcome",),
+        )
+        self.seconds = Histogram(
+            f"{_P}_answer_seconds", "Time from a broker's question until its answer is sent.", (), MICROSECOND_BUCKETS
+        )
+        self.kicks = Counter(
+            f"{_P}_kicks",
+            "Connections that this service has closed: changed (their key no longer gives them their rights) or "
+            "renewal (they would soon have ended by themselves).",
+            ("reason",),
+        )
+        self.known_keys = Gauge(f"{_P}_known_keys", "Keys that this process knows.")
+        self.silent = Gauge(f"{_P}_keys_silent_seconds", "Time since the store of keys was last heard.")
+        outcomes = (*KeyProblem, ALLOWED, NO_KEY, NOT_A_CLIENT, FLOOD, BAD_REQUEST)
+        for outcome in outcomes:  # export 0, or the first increase of each would be missed
+            self.connects.labels(outcome)
+        for reason in (CHANGED, RENEWAL):
+            self.kicks.labels(reason)

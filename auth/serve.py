@@ -1,0 +1,95 @@
+"""The composition root of `tokenbus auth`: creates the parts, starts them in order, and stops them in reverse."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable
+from typing import Any
+
+import structlog
+
+from tokenbus.auth import seeds as auth_seeds
+from tokenbus.auth.answers import CalloutAnswers
+from tokenbus.auth.callout_metrics import CalloutMetrics
+from tokenbus.auth.doorkeeper import Doorkeeper
+from tokenbus.auth.revocations import Revocations
+from tokenbus.auth.settings import AuthSettings
+from tokenbus.protocol import tasks
+from tokenbus.protocol.access.key_ring import KeyRing
+from tokenbus.protocol.access.key_source import BUCKET
+from tokenbus.protocol.bus import connection as nats
+from tokenbus.protocol.bus.bus import OwnedBus
+from tokenbus.protocol.process import signals
+from tokenbus.protocol.telemetry import metrics, status
+
+
+async def serve(settings: AuthSettings, read_settings: Callable[[], AuthSettings]) -> None:
+    """Answers brokers until SIGTERM or SIGINT.
+
+    Raises ConnectionError if there is no broker, ValueError if the seeds can't be read or no port is free, and
+    StoppedError if a signal arrives before it has found a broker."""
+    stop = asyncio.Event()
+    seeds = auth_seeds.read(settings.seeds)
+    async with contextlib.AsyncExitStack() as stack:
+        stack.enter_context(signals.on_stop(stop.set))
+        system = await signals.unless_stopped(stop, nats.connect(settings.system_broker, name="auth-system"))
+        stack.push_async_callback(system.close)
+        connection = system  # which keys in a file don't need
+        if settings.key_settings.keys == BUCKET:
+            connection = await signals.unless_stopped(stop, nats.connect(settings.broker, name="auth"))
+            stack.push_async_callback(connection.close)
+        measured = CalloutMetrics()
+        watch = settings.key_settings.watch(connection, settings.prefix)
+        await watch.open()
+        ring, account, prefix = watch.ring, settings.account, settings.prefix
+        revocations = Revocations(system, ring, account, prefix, measured)
+        await revocations.open()
+        doorkeeper = Doorkeeper(system, ring, seeds, CalloutAnswers(seeds, account), prefix, measured)
+        page = AuthPage(system, ring, measured)
+        collector = metrics.MetricsCollector(measured.families(), page.update_gauges)
+        serving = status.serving(settings.status_page, collector.registry, page.unready_reason, page.describe)
+        await stack.enter_async_context(serving)
+        for name, work in (("keys", watch.watch()), ("revocations", revocations.watch())):
+            stack.callback(tasks.background(name, work).cancel)
+        await doorkeeper.open()
+        stack.push_async_callback(doorkeeper.close)
+        signals.on_hangup(read_settings, lambda _: None)  # of which only the log's level changes
+        structlog.get_logger().info("auth_ready", issuer=seeds.signer.public, num_known=len(ring))
+        await _until_stopped(stop, {system, connection})
+
+
+async def _until_stopped(stop: asyncio.Event, connections: set[nats.Connection]) -> None:
+    """Returns once `stop` is set. Raises ConnectionError if a broker closes a connection for good."""
+    waiting = [tasks.awaited(stop.wait()), *(tasks.awaited(one.wait_closed()) for one in connections)]
+    try:
+        done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+
+
+class AuthPage:
+    """The status page of one instance."""
+
+    def __init__(self, system: OwnedBus, ring: KeyRing, measured: CalloutMetrics) -> None:
+        self._system = system
+        self._ring = ring
+        self._metrics = measured
+
+    def __repr__(self) -> str:
+        return f"<AuthPage {self._ring!r}>"
+
+    def update_gauges(self) -> None:
+        self._metrics.known_keys.set(len(self._ring))
+        self._metrics.silent.set(self._ring.silent_s(time.monotonic()))
+
+    def unready_reason(self) -> str:
+        if not self._system.is_connected:
+            return "the broker can't be reached"
+        return "the store of keys can't be reached" if self._ring.is_silent(time.monotonic()) else ""
+
+    def describe(self) -> dict[str, Any]:
+        return {"keys": {"known": len(self._ring), "silent": self._ring.is_silent(time.monotonic())}}
