@@ -6,7 +6,7 @@ from tokenbus.auth.seeds import Seeds
 from tokenbus.protocol.wire import subjects
 
 PASSWORDS = (
-    "TOKENBUS_AUTH_PASSWORD",
+    "TOKENBUS_CALLOUT_PASSWORD",
     "TOKENBUS_ROUTER_PASSWORD",
     "TOKENBUS_WORKER_PASSWORD",
     "TOKENBUS_GATEWAY_PASSWORD",

@@ -35,7 +35,7 @@ class ClientInfo(msgspec.Struct):
     """Its protocol: `nats`, `websocket`, `mqtt`."""
 
 
-class ConnectOptions(msgspec.Struct, rename={"password": "pass"}):
+class CalloutOptions(msgspec.Struct, rename={"password": "pass"}):
     """The client's own words. The password and the token are secrets."""
 
     auth_token: str = ""
@@ -51,7 +51,7 @@ class AuthRequest(msgspec.Struct):
     """The public key that the broker has made for the user."""
     server_id: Server
     client_info: ClientInfo = msgspec.field(default_factory=ClientInfo)
-    connect_opts: ConnectOptions = msgspec.field(default_factory=ConnectOptions)
+    connect_opts: CalloutOptions = msgspec.field(default_factory=CalloutOptions)
 
 
 class Callout(NamedTuple):

@@ -1,7 +1,6 @@
 """Keys in NATS's forms: ed25519 keys that sign, curve25519 keys that seal, and how both are written as text."""
 
 import base64
-import binascii
 import secrets
 
 import nacl.exceptions
@@ -59,7 +58,7 @@ def _encode(head: bytes, raw: bytes) -> str:
 def _decode(text: str, head_bytes: int) -> tuple[bytes, bytes]:
     try:
         content = base64.b32decode(text + "=" * (-len(text) % 8))
-    except binascii.Error as error:
+    except ValueError as error:  # also of a text that is not ASCII
         raise ValueError("it is no nkey") from error
     body = content[:-_CRC_BYTES]
     if len(body) != head_bytes + _RAW_BYTES or nkeys.crc16_checksum(body) != content[-_CRC_BYTES:]:

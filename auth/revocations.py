@@ -138,7 +138,8 @@ class Revocations:
         for one in listing.connections:
             reason = self._reason_to_close(one, listing.now)
             if reason is not None:
-                self._send(f"{listing.server_id}.KICK", {"cid": one.cid})
+                # Without a reply subject a broker does nothing; its answer is not needed.
+                self._send(f"{listing.server_id}.KICK", {"cid": one.cid}, f"{self._inbox}.kicked")
                 self._metrics.kicks.labels(reason).inc()
                 key_id = grants.key_id_of(one.authorized_user)
                 self._log.info("connection_kicked", key_id=key_id, reason=reason, cid=one.cid)
@@ -160,7 +161,7 @@ class Revocations:
         is_old = (now - one.start).total_seconds() > share * MAX_CONNECTION_S
         return callout_metrics.RENEWAL if is_old else None
 
-    def _send(self, subject: str, asked: dict[str, object], reply: str = "") -> None:
+    def _send(self, subject: str, asked: dict[str, object], reply: str) -> None:
         try:
             self._bus.publish(f"$SYS.REQ.SERVER.{subject}", msgspec.json.encode(asked), reply)
         except (ConnectionError, RuntimeError) as error:  # the next check repeats it

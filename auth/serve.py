@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import structlog
@@ -13,6 +13,7 @@ from tokenbus.auth.answers import CalloutAnswers
 from tokenbus.auth.callout_metrics import CalloutMetrics
 from tokenbus.auth.doorkeeper import Doorkeeper
 from tokenbus.auth.revocations import Revocations
+from tokenbus.auth.seeds import Seeds
 from tokenbus.auth.settings import AuthSettings
 from tokenbus.protocol import tasks
 from tokenbus.protocol.access.key_ring import KeyRing
@@ -39,23 +40,42 @@ async def serve(settings: AuthSettings, read_settings: Callable[[], AuthSettings
             connection = await signals.unless_stopped(stop, nats.connect(settings.broker, name="auth"))
             stack.push_async_callback(connection.close)
         measured = CalloutMetrics()
-        watch = settings.key_settings.watch(connection, settings.prefix)
-        await watch.open()
-        ring, account, prefix = watch.ring, settings.account, settings.prefix
-        revocations = Revocations(system, ring, account, prefix, measured)
-        await revocations.open()
-        doorkeeper = Doorkeeper(system, ring, seeds, CalloutAnswers(seeds, account), prefix, measured)
+        ring = await stack.enter_async_context(answering(system, connection, settings, seeds, measured))
         page = AuthPage(system, ring, measured)
         collector = metrics.MetricsCollector(measured.families(), page.update_gauges)
         serving = status.serving(settings.status_page, collector.registry, page.unready_reason, page.describe)
         await stack.enter_async_context(serving)
-        for name, work in (("keys", watch.watch()), ("revocations", revocations.watch())):
-            stack.callback(tasks.background(name, work).cancel)
-        await doorkeeper.open()
-        stack.push_async_callback(doorkeeper.close)
         signals.on_hangup(read_settings, lambda _: None)  # of which only the log's level changes
         structlog.get_logger().info("auth_ready", issuer=seeds.signer.public, num_known=len(ring))
         await _until_stopped(stop, {system, connection})
+
+
+@contextlib.asynccontextmanager
+async def answering(
+    system: nats.Connection,
+    connection: nats.Connection,
+    settings: AuthSettings,
+    seeds: Seeds,
+    measured: CalloutMetrics,
+) -> AsyncIterator[KeyRing]:
+    """Answers brokers, and closes connections, while the block runs; yields the keys that are known.
+
+    Brokers ask over `system`; keys are read over `connection`."""
+    account, prefix = settings.account, settings.prefix
+    watch = settings.key_settings.watch(connection, prefix)
+    await watch.open()
+    revocations = Revocations(system, watch.ring, account, prefix, measured)
+    await revocations.open()
+    doorkeeper = Doorkeeper(system, watch.ring, seeds, CalloutAnswers(seeds, account), prefix, measured)
+    works = (("keys", watch.watch()), ("revocations", revocations.watch()))
+    running = [tasks.background(name, work) for name, work in works]
+    await doorkeeper.open()
+    try:
+        yield watch.ring
+    finally:
+        await doorkeeper.close()
+        for task in running:
+            task.cancel()
 
 
 async def _until_stopped(stop: asyncio.Event, connections: set[nats.Connection]) -> None:

@@ -83,7 +83,7 @@ _OPERATE = {
     ),
     "auth-init": Command(
         "make the seeds of `tokenbus auth`, and print the configuration of a broker with keys",
-        *("auth-init auth.seeds > nats.conf", "auth-init auth.seeds --prefix acme.v1", "auth"),
+        *("auth-init auth.seeds", "auth-init auth.seeds --prefix acme.v1", "auth"),
     ),
     "health": Command(
         "check whether the process at a metrics port is ready", "health --port 9110", "health --port 9110 --live"

@@ -8,6 +8,7 @@ EXTRAS = {
     "router": "router",
     "gateway": "gateway",
     "auth": "gateway",
+    "auth-init": "gateway",
     "pull": "worker-core",
     "inspect": "worker-core",
     "replay": "bench",
