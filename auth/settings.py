@@ -18,7 +18,7 @@ class AuthSettings:
     system_broker: BusSettings = dataclasses.field(default_factory=BusSettings)
     """The connection to the system account, in which brokers ask."""
     key_settings: KeySettings = dataclasses.field(default_factory=KeySettings)
-    seeds: Path = Path("auth.seeds")
+    seeds: Path = Path("callout.seeds")
     """The file of `tokenbus auth-init`, with which clients' rights are signed; all instances have the same."""
     account: str = "$G"
     """The broker's account that clients are let into; `$G` is the one that needs no name."""

@@ -46,7 +46,7 @@ _RUN = {
     ),
     "auth": Command(
         "let NATS clients in by their API keys: answer the broker's auth callout",
-        *("auth --nats-user auth --seeds auth.seeds", "auth --nats-user auth --keys keys.json"),
+        *("auth --nats-user auth --seeds callout.seeds", "auth --nats-user auth --keys keys.json"),
     ),
     "config": Command(
         "check a settings file, or show the settings that a server would use",
@@ -83,7 +83,7 @@ _OPERATE = {
     ),
     "auth-init": Command(
         "make the seeds of `tokenbus auth`, and print the configuration of a broker with keys",
-        *("auth-init auth.seeds", "auth-init auth.seeds --prefix acme.v1", "auth"),
+        *("auth-init callout.seeds", "auth-init callout.seeds --prefix acme.v1", "auth"),
     ),
     "health": Command(
         "check whether the process at a metrics port is ready", "health --port 9110", "health --port 9110 --live"

@@ -61,7 +61,7 @@ def test_what_is_sealed_is_opened_only_by_its_receiver_and_as_it_was() -> None:
 
 
 def test_seeds_are_made_once_and_only_their_owner_reads_them(tmp_path) -> None:  # type: ignore[no-untyped-def]
-    path = tmp_path / "auth.seeds"
+    path = tmp_path / "callout.seeds"
     made = seeds.create(path)
     assert path.stat().st_mode & 0o777 == 0o600
     assert seeds.create(path).signer.public == made.signer.public
@@ -81,7 +81,7 @@ def test_a_file_without_both_seeds_is_refused_and_not_shown(tmp_path, content: s
         "curve": nats_keys.new_seed(CURVE),
         "user": nats_keys.new_seed(USER),
     }
-    path = tmp_path / "auth.seeds"
+    path = tmp_path / "callout.seeds"
     path.write_text(content.format(**made), errors="replace")
     path.chmod(0o600)
     with pytest.raises(ValueError, match="auth-init") as refused:

@@ -31,7 +31,7 @@ class KeyBroker:
 
     def __init__(self, folder: Path, servers: list[nats_server.NatsServer]) -> None:
         self.servers = servers
-        self.seeds = seeds.read(folder / "auth.seeds")
+        self.seeds = seeds.read(folder / "callout.seeds")
         self.file = FileKeys(folder / "keys.json")
         self.store: BucketKeys | FileKeys = self.file
         self.clients: list[Nats] = []
@@ -110,8 +110,9 @@ class KeyBroker:
         """Returns those of the subjects that the broker denies to a client that shows a key."""
         commands = [f"PUB {subject} 0\r\n\r\n" for subject in publish]
         commands += [f"SUB {subject} {number}\r\n" for number, subject in enumerate(subscribe, 1)]
-        pong, *answers, last = await self._answers({"auth_token": key}, "".join([*commands, "PING\r\n"]).encode())
-        assert pong == last == b"PONG"
+        answers = await self._answers({"auth_token": key}, "".join([*commands, "PING\r\n"]).encode())
+        assert answers[0] == answers.pop() == b"PONG", answers
+        del answers[0]
         assert all(answer.startswith(b"-ERR 'Permissions Violation") for answer in answers)
         return {answer.split(b'"')[1].decode() for answer in answers}
 
@@ -122,13 +123,20 @@ class KeyBroker:
         with contextlib.closing(writer):
             await reader.readline()  # the broker's greeting
             writer.write(b"CONNECT %b\r\nPING\r\n" % msgspec.json.encode({"verbose": False, **options}))
-            answers = [(await reader.readline()).strip()]
+            answers = [await _said(reader)]
             if commands and answers == [b"PONG"]:
                 writer.write(commands)
                 while len(answers) == 1 or answers[-1] != b"PONG":
-                    answers.append((await reader.readline()).strip())
+                    answers.append(await _said(reader))
         await writer.wait_closed()
         return answers
+
+
+async def _said(reader: asyncio.StreamReader) -> bytes:
+    """Returns the next line that is not the broker's own ping."""
+    while (line := (await reader.readline()).strip()) == b"PING":
+        pass
+    return line
 
 
 @contextlib.contextmanager
@@ -147,7 +155,7 @@ def _free_port() -> int:
 @contextlib.asynccontextmanager
 async def running(folder: Path, num_servers: int = 1) -> AsyncIterator[KeyBroker]:
     """Runs a broker, or a cluster."""
-    config = broker_config.broker_config(seeds.create(folder / "auth.seeds"))
+    config = broker_config.broker_config(seeds.create(folder / "callout.seeds"))
     ports = [_free_port() for _ in range(num_servers)]
     routes = ", ".join(f"nats://127.0.0.1:{port}" for port in ports)
     servers = []
