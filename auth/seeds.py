@@ -8,7 +8,8 @@ from tokenbus.auth.nats_keys import SealingKey, Signer
 
 _MAX_BYTES = 4_096
 _PRIVATE = 0o600
-_OTHERS = 0o077
+_OTHERS = 0o007
+"""A secret of Kubernetes belongs to a group."""
 
 
 class Seeds:

@@ -68,6 +68,8 @@ def test_seeds_are_made_once_and_only_their_owner_reads_them(tmp_path) -> None: 
     shown = f"{made!r} {made.signer!r} {made.sealing!r}"
     assert not any(seed in shown for seed in path.read_text().split())
     path.chmod(0o640)
+    assert seeds.read(path)
+    path.chmod(0o604)
     with pytest.raises(ValueError, match="chmod 600"):
         seeds.read(path)
 

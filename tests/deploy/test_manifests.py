@@ -14,6 +14,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from tokenbus.auth import broker_config, seeds
 from tokenbus.cli import main
 from tokenbus.cli.console import catalog, config, nats_server
 from tokenbus.protocol.wire import subjects
@@ -108,6 +109,9 @@ def test_a_broker_of_the_cluster_starts_with_the_permissions_of_its_users(tmp_pa
     words = [nats_server.find_binary(), "-t", "--config", str(tmp_path / "nats.conf")]
     done = subprocess.run(words, env=variables, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+    (tmp_path / "permissions.conf").write_text(broker_config.broker_config(seeds.create(tmp_path / "seeds")))
+    done = subprocess.run(words, env=variables, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
     assert "permissions.conf=deploy/nats.conf" in GUIDE
 
 
@@ -120,7 +124,7 @@ def test_every_password_of_a_pod_is_in_the_secret_that_the_guide_creates() -> No
         if "secretKeyRef" in one.get("valueFrom", {})
     }
     (names,) = re.findall(r"for user in (.+?); do ", GUIDE)
-    assert used == {*names.split(), "api-keys"}
+    assert used == {*names.split(), "api-keys", "auth"}
 
 
 def test_streams_pass_an_ingress_without_being_collected_or_cut() -> None:
@@ -194,7 +198,7 @@ def test_routers_answer_in_the_inboxes_that_the_gateway_of_the_cluster_asks_for(
 
 
 def test_containers_run_as_nobody_with_nothing_to_write_to() -> None:
-    assert len(pods()) == 4
+    assert len(pods()) == 5
     for pod in pods():
         assert pod["securityContext"]["runAsNonRoot"]
         assert pod["automountServiceAccountToken"] is False
