@@ -33,7 +33,7 @@ class Router:
         await self._bare.nats.subscribe(f"{PREFIX}.models", cb=self._list)
         for operation in ("generate", "cancel", "cache"):
             await self._bare.nats.subscribe(f"{PREFIX}.{operation}.>", cb=self._take)
-        await self._bare.nats.flush()
+        await self._bare.settle()
 
     async def _list(self, message: Msg) -> None:
         self.num_asked += 1

@@ -42,7 +42,7 @@ async def test_the_tokens_of_a_router_that_can_not_continue_a_message_are_refuse
         await router.nats.publish(message.reply, json.dumps({"id": "t", "count": 3, **known}).encode())
 
     await router.nats.subscribe(f"{PREFIX}.tokenize.demo", cb=serve)
-    await router.nats.flush()
+    await router.settle()
     said = [messages.ChatMessage(role="assistant", content="a")]
     asked = messages.TokenizeRequest(id="t", messages=said, continue_final_message=True)
     async with await WireClient.connect(url) as client:

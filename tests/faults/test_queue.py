@@ -4,7 +4,7 @@ import asyncio
 import random
 from pathlib import Path
 
-from tests.support.exact_client import until_idle, until_ready
+from tests.support.exact_client import until_idle, until_ready, until_taken
 from tests.support.raw_client import PREFIX, Answer, RawClient
 from tests.support.system import System
 from tokenbus.protocol.bus import connection
@@ -34,6 +34,7 @@ async def fill(bare: RawClient) -> list[Answer]:
     """Sends as many requests as the worker accepts, two of which run; none ends by itself."""
     answers = [await bare.generate(ENDLESS | {"id": f"fill-{number}"}) for number in range(NUM_TAKEN)]
     await asyncio.gather(*(answer.until(2) for answer in answers[:2]))
+    await until_taken(bare, NUM_TAKEN)  # until then the last one may wait in the router: a worker may have been silent
     return answers
 
 

@@ -125,7 +125,7 @@ async def listen(client: Nats, subject: str) -> list[Msg]:
         seen.append(message)
 
     await client.subscribe(subject, cb=take)
-    await client.flush()
+    await RawClient(client).settle()
     return seen
 
 
@@ -220,7 +220,7 @@ async def test_streams_survive_their_router_and_then_their_worker(empty: Guarded
     live = await page_client.submit(acme, f"{PREFIX}.generate.demo.acme", request)
     await live.until(3)
     its_worker = next(message["worker_id"] for message in live.messages if message["worker_id"])
-    its_router = next(one for one in routers if any(line["event"] == "request_placed" for line in system.log(one)))
+    its_router = await system.first_to_log(routers, "request_placed")
     system.signal(its_router, signal.SIGKILL)
     await system.until_logged(its_worker, "guardian_changed")
     system.signal(its_worker, signal.SIGTERM)

@@ -126,6 +126,15 @@ async def until_ready(bare: RawClient, count: int, timeout_s: float = 60.0) -> l
 
 async def until_idle(bare: RawClient, timeout_s: float = 60.0) -> None:
     """Waits until no worker has a request, by its own count."""
+    await until_taken(bare, 0, timeout_s)
+
+
+async def until_taken(bare: RawClient, count: int, timeout_s: float = 60.0) -> None:
+    """Waits until the workers have this many requests, by their own count."""
     async with asyncio.timeout(timeout_s):
-        while any(card["load"]["running"] + card["load"]["waiting"] for card in await until_ready(bare, 1)):
-            await asyncio.sleep(0.05)
+        while _num_taken(await until_ready(bare, 1)) != count:
+            await asyncio.sleep(0.02)
+
+
+def _num_taken(found: list[dict[str, Any]]) -> int:
+    return sum(card["load"]["running"] + card["load"]["waiting"] for card in found)

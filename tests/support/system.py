@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 from urllib.parse import urlsplit
@@ -207,6 +207,15 @@ class System:
         """Waits for an event since the last start of this name."""
         async with asyncio.timeout(60):
             while not any(line["event"] == event for line in self.log(name, self._log_starts[name])):
+                await asyncio.sleep(0.02)
+
+    async def first_to_log(self, names: Iterable[str], event: str) -> str:
+        """Waits until one of several processes has logged an event; returns its name."""
+        async with asyncio.timeout(60):
+            while True:
+                for name in names:
+                    if any(line["event"] == event for line in self.log(name)):
+                        return name
                 await asyncio.sleep(0.02)
 
     def log(self, name: str, start: int = 0) -> list[dict[str, object]]:
