@@ -22,7 +22,7 @@ from tokenbus.gateway import openapi
 from tokenbus.gateway.dialects import DIALECTS, dialect_of
 from tokenbus.gateway.http import body, http_errors
 from tokenbus.gateway.http.http_errors import ApiError, ErrorResponse
-from tokenbus.gateway.serving.catalog import NO_MODELS, Catalog, Listing
+from tokenbus.gateway.serving.catalog import NO_MODELS, Listing
 from tokenbus.gateway.serving.dialect import RecordResource, Resource
 from tokenbus.gateway.serving.endpoint import EndpointApp, Services
 from tokenbus.protocol.wire import errors
@@ -38,10 +38,6 @@ class Routes:
 
     def __init__(self, services: Services) -> None:
         self._services = services
-        self._catalog = Catalog(functools.partial(services.tenants.gateway_client.models, with_workers=False))
-        """The listing that tells the gateway itself whether a router answers."""
-        self._catalogs: dict[str, Catalog] = {}
-        """A catalog for each tenant, since tenants may use different adapters."""
 
     def __repr__(self) -> str:
         return f"<Routes {self._services.limit!r}>"
@@ -93,9 +89,9 @@ class Routes:
         return _json(resource.answer(listing, name))
 
     async def _record(self, resource: RecordResource, request: Request) -> Response:
-        tenant = self._services.tenants.authenticate(request)
-        records = self._services.records.of(tenant.name)
-        answered = await resource.answer(records, request.path_params["id"], request.query_params)
+        async with self._services.tenants.admitted(request) as tenant:
+            records = self._services.records.of(tenant.name)
+            answered = await resource.answer(records, request.path_params["id"], request.query_params)
         return Response(answered, media_type="application/json")
 
     async def home(self, request: Request) -> Response:
@@ -132,7 +128,7 @@ class Routes:
             return "there is no connection to the broker"
         try:
             async with asyncio.timeout(_READY_TIMEOUT_S):
-                await self._catalog.listing()
+                await self._services.tenants.gateway_client.served()
         except errors.RequestError as error:
             return error.error.message
         except TimeoutError:
@@ -140,12 +136,10 @@ class Routes:
         return ""
 
     async def _listing(self, request: Request) -> Listing:
-        """Returns the models visible to a request, and their aliases. Raises ApiError and RequestError."""
-        tenant, client = self._services.tenants.authenticate(request)
-        if tenant not in self._catalogs:
-            self._catalogs[tenant] = Catalog(functools.partial(client.models, with_workers=False))
-        listing = await self._catalogs[tenant].listing()
-        return listing.with_aliases(self._services.aliases)
+        """Returns the models that a request may use, and their aliases. Raises ApiError and RequestError."""
+        async with self._services.tenants.admitted(request, looks_on=True) as tenant:
+            listing = Listing.of(await tenant.client.served())
+        return listing.of_patterns(tenant.caller.models).with_aliases(self._services.aliases)
 
 
 def make_app(services: Services, routes: Routes, allowed_origins: Sequence[str]) -> Starlette:

@@ -9,6 +9,8 @@ from collections.abc import Callable
 import structlog
 from starlette.types import ASGIApp
 
+from tokenbus.client.wire.wire_client import WireClient
+from tokenbus.gateway.admission.callers import Callers
 from tokenbus.gateway.admission.concurrency_limit import ConcurrencyLimit
 from tokenbus.gateway.admission.metrics import ClosedConnections, GatewayMetrics
 from tokenbus.gateway.admission.settings import GatewaySettings
@@ -21,6 +23,7 @@ from tokenbus.gateway.serving.endpoint import Services
 from tokenbus.gateway.storage.record_store import StorageLimits
 from tokenbus.gateway.storage.records import Records
 from tokenbus.protocol import tasks
+from tokenbus.protocol.access.keys import KeyRecord
 from tokenbus.protocol.bus import connection as nats
 from tokenbus.protocol.bus.bus import OwnedBus
 from tokenbus.protocol.http.connection_table import ConnectionLimits
@@ -30,6 +33,7 @@ from tokenbus.protocol.telemetry import metrics, status, tracing
 
 _AFTER_GRACE_S = 3
 """Time for sending the last events of requests that did not end by themselves."""
+_SHARING_DELAY_S = 1.0
 
 
 async def serve(settings: GatewaySettings, read_settings: Callable[[], GatewaySettings]) -> None:
@@ -48,11 +52,18 @@ async def serve(settings: GatewaySettings, read_settings: Callable[[], GatewaySe
         measured = GatewayMetrics()
         name = f"{socket.gethostname()}-{os.getpid()}"
         tracer = await stack.enter_async_context(tracing.exporting(settings.otlp_traces_endpoint, "gateway", name))
-        tenants = await Tenants.create(connection, settings, tracer)
-        stack.push_async_callback(tenants.gateway_client.close)
-        storage = StorageLimits(
-            settings.stored_responses_s, settings.stored_responses_bytes, len(settings.api_keys.tenants)
+        client = await WireClient.from_connection(
+            connection, tenant=settings.tenant, prefix=settings.prefix, tracer=tracer
         )
+        stack.push_async_callback(client.close)
+        watch = settings.key_settings.watch(connection, settings.prefix) if settings.key_settings.are_used else None
+        if watch is not None:
+            await watch.open()
+            stack.callback(tasks.background("watch keys", watch.watch()).cancel)
+        ring = None if watch is None else watch.ring
+        tenants = Tenants(client, settings, Callers(settings.api_keys, ring, measured))
+        stack.callback(tasks.background("release tenants", tenants.tend()).cancel)
+        storage = StorageLimits(settings.stored_responses_s, settings.stored_responses_bytes)
         records = await Records.open(connection, settings.prefix, storage, measured)
         services = Services(
             limit=limit,
@@ -87,6 +98,7 @@ class Gateway:
         """`max_connections` is the number of connections that the system allows this process."""
         self._settings = settings
         self._services = services
+        self._tenants = services.tenants
         self._limit = services.limit
         self._max_connections = max_connections
         self._metrics = measured
@@ -98,23 +110,40 @@ class Gateway:
             timeouts=Timeouts(slow_reader_s=settings.write_deadline_s),
             grace_s=_shutdown_timeout_s(settings),
         )
+        self._sharing: asyncio.TimerHandle | None = None
+        self._share_records()
+        if self._tenants.callers.ring is not None:
+            self._tenants.callers.ring.on_change.append(self._key_changed)
 
     def __repr__(self) -> str:
-        return f"<Gateway {self._settings.api_keys!r} {self._limit!r}>"
+        return f"<Gateway {self._tenants.callers!r} {self._limit!r}>"
+
+    def _key_changed(self, before: KeyRecord | None, after: KeyRecord | None) -> None:
+        was_valid, is_valid = (one is not None and one.revoked_at is None for one in (before, after))
+        if self._settings.revoke_ends_streams and before is not None and was_valid and not is_valid:
+            self._tenants.end_streams(before.id)
+        if self._sharing is None:  # once for all keys of a change
+            self._sharing = asyncio.get_running_loop().call_later(_SHARING_DELAY_S, self._share_records)
+
+    def _share_records(self) -> None:
+        """Gives each tenant an equal share of the stored responses."""
+        self._sharing = None
+        self._services.records.share_among(len(self._tenants.callers.tenants))
 
     def update_gauges(self) -> None:
         connections = self._config.open_connections
+        self._tenants.callers.update_gauges()
         self._metrics.update_gauges(self._limit.num_open, len(connections), connections.num_idle)
 
     async def apply_settings(self, settings: GatewaySettings) -> None:
-        """Applies the settings that may change. Raises ConnectionError if a new tenant's inbox can't be opened."""
+        """Applies the settings that may change."""
         self._settings = settings
+        self._tenants.callers.api_keys = settings.api_keys
         self._limit.resize(settings.max_requests)
         self._config.open_connections.limits = self._connection_limits(settings)
         self._config.timeout_graceful_shutdown = _shutdown_timeout_s(settings)
         self._services.aliases = settings.aliases
-        self._services.records.share_among(len(settings.api_keys.tenants))
-        await self._services.tenants.set_keys(settings.api_keys)
+        self._share_records()
 
     async def run(self, listening: socket.socket, broker: OwnedBus, stop: asyncio.Event) -> None:
         """Serves until `stop` is set, then drains. Raises ConnectionError if the broker closes the connection for
@@ -127,7 +156,7 @@ class Gateway:
             "gateway_ready",
             url=url,
             max_requests=self._settings.max_requests,
-            needs_key=not self._settings.api_keys.allows_anonymous,
+            needs_key=not self._settings.allows_anonymous,
         )
         with contextlib.suppress(OSError):  # a full disk, or a reader that is gone, must not end it
             print(f"tokenbus: the gateway serves {url}", flush=True)

@@ -3,7 +3,7 @@
 import argparse
 
 from tokenbus.cli.console import config, connection_flags, key_flags, serve
-from tokenbus.cli.console.arguments import COUNT, INTERVAL, NAME, PORT, SECONDS, real, text, whole
+from tokenbus.cli.console.arguments import COUNT, INTERVAL, NAME, PORT, SECONDS, SWITCH, real, text, whole
 from tokenbus.cli.console.flags import Parser, fields_of
 from tokenbus.gateway.admission import keys
 from tokenbus.gateway.admission.aliases import Aliases
@@ -28,7 +28,8 @@ def add_flags(parser: Parser) -> None:
     flag("--api-key", text("KEY[=TENANT]"), key, [], reloads=True, secret=True)
     inbox = "prefix of the tenants' reply subjects, e.g. _INBOX_{tenant}.gateway"
     flag("--tenant-inbox", text("PREFIX"), inbox, unset="--nats-inbox")
-    key_flags.add_flags(parser)
+    flag = key_flags.add_flags(parser)
+    flag("--revoke-ends-streams", SWITCH, "end the open streams of a key that is revoked")
     flag = parser.group("limits", _DEFAULTS)
     flag("--max-requests", whole(1), "completions that may be open at a time", reloads=True)
     connections = "HTTP connections per client address; 0: no limit, for use behind a proxy that sets its own"
@@ -55,11 +56,11 @@ class SettingsFactory:
     def __call__(self, options: argparse.Namespace) -> GatewaySettings:
         """Raises ValueError for invalid settings."""
         settings = settings_of(options)
-        if self._had_keys and settings.api_keys.allows_anonymous:
+        if self._had_keys and settings.allows_anonymous:
             raise ValueError(
                 "api-key: removing the last key would let everyone in; restart the gateway if you want that"
             )
-        self._had_keys = not settings.api_keys.allows_anonymous
+        self._had_keys = not settings.allows_anonymous
         return settings
 
 

@@ -131,7 +131,7 @@ def settings_of(options: argparse.Namespace) -> SystemSettings:
         names=worker.names_of(found),
         host=options.host or for_gateway.host,
         port=port if options.gateway_port is None else options.gateway_port,
-        is_open=gateway.settings_of(for_gateway).api_keys.allows_anonymous,
+        is_open=gateway.settings_of(for_gateway).allows_anonymous,
         bus=connection_flags.settings_of(found),
         prefix=found.prefix,
         grace_s=found.grace_s,

@@ -3,7 +3,7 @@
 import argparse
 
 from tokenbus.cli.console.arguments import ArgumentType, real
-from tokenbus.cli.console.flags import Flag, Parser, fields_of
+from tokenbus.cli.console.flags import Flag, FlagGroup, Parser, fields_of
 from tokenbus.protocol.access.key_source import BUCKET, KeySettings
 
 _VARIABLE = "TOKENBUS_KEYS"
@@ -26,11 +26,12 @@ KEYS = Flag("--keys", _PLACE, _TEXT, "", unset="there are none", variable=_VARIA
 _STALE = "time for which known keys stay valid while their store can't be reached; 0: all are refused"
 
 
-def add_flags(parser: Parser) -> None:
-    """Adds the flags of a server that watches keys."""
+def add_flags(parser: Parser) -> FlagGroup:
+    """Adds the flags of a server that watches keys; returns their group."""
     flag = parser.group("keys", KeySettings)
     flag.add(KEYS._replace(default=None))
     flag("--keys-stale-s", real(0, _STALE_MAX_S, "SECONDS"), _STALE)
+    return flag
 
 
 def settings_of(options: argparse.Namespace) -> KeySettings:

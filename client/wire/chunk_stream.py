@@ -176,7 +176,7 @@ class ChunkStream:
         try:
             chunk = _chunks.decode(payload, self._encoding)
         except errors.RequestError as error:
-            self._give_up(errors.make_error(errors.Code.INTERNAL, f"a chunk can't be read: {error.error.message}"))
+            self.give_up(errors.make_error(errors.Code.INTERNAL, f"a chunk can't be read: {error.error.message}"))
             return
         if chunk.error and chunk.attempt >= self._reassembler.attempt:
             final = self._error_after(chunk.error, now)
@@ -241,6 +241,11 @@ class ChunkStream:
         """Ends the stream with an error terminal made here."""
         self._end(messages.FinishReason.ERROR, error)
 
+    def give_up(self, error: errors.Error) -> None:
+        """Ends the stream with an error made here, and cancels the request."""
+        self.fail(error)
+        self._send_cancel()
+
     def _end(self, reason: messages.FinishReason, error: errors.Error | None = None) -> None:
         if self._ended:
             return
@@ -276,7 +281,7 @@ class ChunkStream:
     def _take(self, chunk: messages.Chunk, num_bytes: int, now: float) -> None:
         if self._unread and self._unread_bytes + num_bytes > MAX_UNREAD_BYTES:
             problem = f"the reader is too slow: {self._unread_bytes} bytes of chunks were not read"
-            self._give_up(errors.make_error(errors.Code.OVERLOADED, problem))
+            self.give_up(errors.make_error(errors.Code.OVERLOADED, problem))
             return
         self._unread.append((chunk, num_bytes))
         self._unread_bytes += num_bytes
@@ -331,11 +336,7 @@ class ChunkStream:
         """Continues the stream elsewhere, or ends it."""
         final = self._error_after(errors.make_error(errors.Code.WORKER_LOST, reason), now)
         if final is not None:
-            self._give_up(final)
-
-    def _give_up(self, error: errors.Error) -> None:
-        self.fail(error)
-        self._send_cancel()
+            self.give_up(final)
 
     def _send_cancel(self) -> None:
         # If it can't be sent, the worker itself notices that the inbox has no subscriber.

@@ -211,6 +211,15 @@ class Inbox:
             if uploading is not None and uploading is not asyncio.current_task():
                 uploading.cancel()
 
+    def end_streams(self, key_id: str, error: errors.Error) -> None:
+        """Ends the streams whose requests name a key."""
+
+        def end(stream: ChunkStream) -> None:
+            if stream.subject and self._names.parse_model(stream.subject).key_id == key_id:
+                stream.give_up(error)
+
+        self._for_each(end)
+
     def reconnected(self) -> None:
         """Makes every stream request what it may have missed."""
         now = time.monotonic()

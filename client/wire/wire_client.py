@@ -142,6 +142,10 @@ class WireClient:
         other._served = SharedAnswer(functools.partial(other.models, with_workers=False))
         return other
 
+    def end_streams(self, key_id: str, error: errors.Error) -> None:
+        """Ends the open streams of this tenant whose requests name a key, with an error, and cancels them."""
+        self._inbox.end_streams(key_id, error)
+
     async def release_tenant(self, other: "WireClient") -> None:
         """Ends a client made by `for_tenant`, once its streams have ended."""
         await other._inbox.wait_idle()
@@ -187,10 +191,15 @@ class WireClient:
             stream.submit()
         return stream
 
+    async def served(self) -> messages.ModelsReply:
+        """Returns the models being served, without their workers, as they were at most a second ago. Raises
+        RequestError."""
+        return await self._served.get()
+
     async def default_model(self, feature: str) -> str:
         """Returns the only served model that has this feature: the one that a request means if it names none. Raises
         RequestError if there are none or several. What is served is asked at most once a second."""
-        served = (await self._served.get()).models
+        served = (await self.served()).models
         return default_model({one.model: one.features for one in served}, feature)
 
     async def _default_subject(self) -> str:

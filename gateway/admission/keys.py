@@ -36,12 +36,10 @@ class ApiKeys:
     def tenant_of(self, headers: Mapping[str, str]) -> str | None:
         """Returns the tenant of a request with these headers, decoded as Latin-1, or None if its key is unknown.
 
-        The key is in `Authorization` (with `Bearer`), `x-api-key` or `api-key`, whichever comes first in this order.
-
         Takes constant time, so that a key can't be guessed byte by byte."""
         if not self._digests:
             return self._anonymous_tenant
-        key = _key_in(headers)
+        key = key_in(headers)
         if key is None:
             return None
         asked, found = _digest(key.encode("latin-1")), None
@@ -51,7 +49,9 @@ class ApiKeys:
         return found
 
 
-def _key_in(headers: Mapping[str, str]) -> str | None:
+def key_in(headers: Mapping[str, str]) -> str | None:
+    """Returns the key in a request's headers: that of `Authorization` (with `Bearer`), `x-api-key` or `api-key`, the
+    first one in this order."""
     authorization = headers.get("authorization", "")
     if authorization.lower().startswith(_SCHEME):
         return authorization[len(_SCHEME) :].strip()

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import structlog
 
+from tokenbus.protocol.access.key_ring import KeyProblem
 from tokenbus.protocol.http.http_server import Disconnect
 from tokenbus.protocol.http.refusals import Reason
 from tokenbus.protocol.telemetry.metrics import REQUEST_BUCKETS, TTFT_BUCKETS, Counter, Gauge, Histogram, MetricFamilies
@@ -53,6 +54,18 @@ class GatewayMetrics(MetricFamilies):
             "Stored responses that were written, read or deleted: ok, missing, too_large or failed.",
             ("operation", "outcome"),
         )
+        self.keys = Gauge(f"{_P}_keys", "API keys of the fleet that the gateway knows.")
+        self.keys_silent = Gauge(
+            f"{_P}_keys_silent_seconds", "Time since the store of keys was last known to be read completely."
+        )
+        self.keys_refused = Counter(
+            f"{_P}_keys_refused",
+            "Requests refused for their API key: invalid, not_valid_now (revoked, expired or not valid yet), "
+            "unavailable (the store of keys is), forbidden (its role makes no requests).",
+            ("reason",),
+        )
+        for problem in (*KeyProblem, "forbidden"):
+            self.keys_refused.labels(problem)
         for reason in Disconnect:  # export 0, or the first increase of each would be missed
             self.disconnects.labels(reason)
         for operation in ("write", "read", "delete"):

@@ -30,6 +30,8 @@ class GatewaySettings:
     """Keys that this gateway alone knows, which have a tenant and nothing else."""
     key_settings: KeySettings = dataclasses.field(default_factory=KeySettings)
     """Where the keys of the whole fleet are."""
+    revoke_ends_streams: bool = False
+    """End the open streams of a key that is revoked, instead of letting them finish."""
     aliases: Aliases = dataclasses.field(default_factory=Aliases)
     """Other names for models, and the model for requests that name none."""
     allowed_origins: tuple[str, ...] = ()
@@ -52,3 +54,8 @@ class GatewaySettings:
     """URL to which spans are sent; if empty, none are recorded."""
     grace_s: float = 30.0
     """Seconds that open requests have to finish after SIGTERM."""
+
+    @property
+    def allows_anonymous(self) -> bool:
+        """Whether requests need no key."""
+        return self.api_keys.allows_anonymous and not self.key_settings.are_used

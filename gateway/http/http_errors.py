@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple, TypeVar
 
+from tokenbus.protocol.access.key_ring import KeyProblem, KeyRefusedError
 from tokenbus.protocol.wire import codec, errors, messages
 
 
@@ -118,9 +119,7 @@ INVALID_API_KEY = ErrorResponse(
 )
 OVERLOADED = ErrorResponse(503, "overloaded", "this gateway has too many open requests", None, True, 1_000.0)
 SHUTTING_DOWN = ErrorResponse(503, str(errors.Code.SHUTTING_DOWN), "this gateway is shutting down", None, True, 1_000.0)
-TENANT_STARTING = ErrorResponse(
-    503, "overloaded", "this key is new, and its tenant is not ready yet", None, True, 1_000.0
-)
+VIEWER = ErrorResponse(403, "forbidden", "the role of this API key (viewer) lets it look on, and make no requests")
 STORE_FAILED = ErrorResponse(503, "overloaded", "stored responses can't be reached at the moment", None, True, 1_000.0)
 BODY_TIMEOUT = ErrorResponse(408, "request_timeout", "the body was not received in time", None, True)
 TOO_MANY_LOGPROBS = ErrorResponse(
@@ -142,6 +141,17 @@ BROKEN_COMPRESSION = ErrorResponse(
     400, str(errors.Code.INVALID_REQUEST), "the body is not the compressed data that its Content-Encoding names"
 )
 INTERNAL_ERROR = from_error(errors.make_error(errors.Code.INTERNAL))
+
+
+def key_refused(error: KeyRefusedError) -> ErrorResponse:
+    """Returns the response to a request whose key is refused."""
+    match error.problem:
+        case KeyProblem.UNAVAILABLE:
+            return ErrorResponse(503, "keys_unavailable", str(error), None, True, 1_000.0)
+        case KeyProblem.NOT_VALID_NOW:
+            return INVALID_API_KEY._replace(message=str(error))
+        case KeyProblem.INVALID:
+            return INVALID_API_KEY
 
 
 def too_large(limit_bytes: int) -> ErrorResponse:

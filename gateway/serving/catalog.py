@@ -1,14 +1,13 @@
-"""Lists the models of a system, asking a router at most once a second for all clients."""
+"""The models of a system, as the gateway lists them for a caller."""
 
-import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import fnmatch
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
 from msgspec import UNSET
 
 from tokenbus.gateway.admission.aliases import Aliases
-from tokenbus.protocol.shared_answer import SharedAnswer
 from tokenbus.protocol.wire import errors, limits, messages
 
 _MAX_NAME = 128
@@ -46,6 +45,23 @@ class Listing(NamedTuple):
     unloaded: frozenset[str] = frozenset()
     """Models that are loaded only when a request names them."""
 
+    @classmethod
+    def of(cls, reply: messages.ModelsReply) -> "Listing":
+        return cls(
+            [model for served in reply.models for model in models_of(served)],
+            None if reply.unserved is UNSET else frozenset(reply.unserved),
+            {served.model: served.features for served in reply.models},
+            {served.model: served for served in reply.models},
+            frozenset(served.model for served in reply.models if served.loadable is True),
+        )
+
+    def of_patterns(self, patterns: Sequence[str]) -> "Listing":
+        """Returns the listing with only the models, and the adapters, that a key with these patterns may use."""
+        if "*" in patterns:
+            return self
+        allowed = [one for one in self.models if any(fnmatch.fnmatchcase(one.id, pattern) for pattern in patterns)]
+        return self._replace(models=allowed)
+
     def find(self, name: str) -> Model:
         """Returns one model, or raises the RequestError that a request for it would get."""
         for model in self.models:
@@ -64,36 +80,6 @@ class Listing(NamedTuple):
 
 
 NO_MODELS = Listing([], None)
-
-
-class Catalog:
-    """A listing of the models that is at most a second old; all who ask meanwhile share a router's answer."""
-
-    def __init__(
-        self, ask: Callable[[], Awaitable[messages.ModelsReply]], clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        """`ask` sends a `models` request and may raise RequestError."""
-        self._ask = ask
-        self._listing = SharedAnswer(self._fetch, clock)
-
-    def __repr__(self) -> str:
-        return f"<Catalog {self._listing}>"
-
-    async def listing(self) -> Listing:
-        """Returns the current listing. Raises RequestError if no router answers."""
-        return await self._listing.get()
-
-    async def _fetch(self) -> Listing:
-        reply = await self._ask()
-        unserved = None if reply.unserved is UNSET else frozenset(reply.unserved)
-        features = {served.model: served.features for served in reply.models}
-        return Listing(
-            [model for served in reply.models for model in models_of(served)],
-            unserved,
-            features,
-            {served.model: served for served in reply.models},
-            frozenset(served.model for served in reply.models if served.loadable is True),
-        )
 
 
 def models_of(served: messages.ServedModel) -> list[Model]:

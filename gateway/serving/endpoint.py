@@ -77,10 +77,11 @@ class EndpointApp:
         try:
             # around the whole request: draining waits for its end, and the library keeps it until then
             with services.limit.admit(), services.bodies.holding() as held:
-                tenant = services.tenants.authenticate(request)
-                log.tenant = tenant.name
-                parsed = await self._parse(request, held, log, tenant)
-                await self._answer(parsed, request, tenant, writer, log, span)
+                async with services.tenants.admitted(request) as tenant:
+                    log.tenant, log.key_id = tenant.name, tenant.caller.key_id or None
+                    span.set_attributes({tracing.KEY_ID: log.key_id})
+                    parsed = await self._parse(request, held, log, tenant)
+                    await self._answer(parsed, request, tenant, writer, log, span)
         except body.ClientDisconnectedError:
             pass  # no one is left to answer
         except http_errors.ApiError as error:

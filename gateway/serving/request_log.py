@@ -22,6 +22,7 @@ class RequestLog:
         self._endpoint = endpoint
         self._began = time.monotonic()
         self.tenant: str | None = None
+        self.key_id: str | None = None
         self._was_logged = False
         self._first_s: float | None = None
         self._terminals: dict[int, messages.Chunk] = {}
@@ -53,6 +54,7 @@ class RequestLog:
         self._log.info(
             "request_received",
             request_id=self._key,
+            key_id=self.key_id,
             endpoint=self._endpoint,
             model=None if model is None else model[:_MAX_MODEL],
             stream=stream,

@@ -1,0 +1,96 @@
+"""Finds out who sends a request, by its API key, and counts and logs those who may not."""
+
+import time
+from collections import Counter as Tally
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import structlog
+
+from tokenbus.gateway.admission.keys import ApiKeys, key_in
+from tokenbus.gateway.admission.metrics import GatewayMetrics
+from tokenbus.gateway.http import http_errors
+from tokenbus.gateway.http.http_errors import ApiError
+from tokenbus.protocol.access import keys
+from tokenbus.protocol.access.key_ring import KeyProblem, KeyRefusedError, KeyRing
+from tokenbus.protocol.access.keys import Role
+
+_LOG_INTERVAL_S = 10.0
+_FORBIDDEN = "forbidden"
+
+
+class Caller(NamedTuple):
+    """Who sends a request, and what they may do here. Routers check the rest: models, limits, priority."""
+
+    tenant: str
+    key_id: str = ""
+    """Empty for one that has no key of the fleet."""
+    role: Role = Role.USER
+    models: tuple[str, ...] = ("*",)
+    """Patterns of the models that are listed for them."""
+
+
+class Callers:
+    """Tells callers by the gateway's own keys, and by those of the fleet."""
+
+    def __init__(
+        self,
+        api_keys: ApiKeys,
+        ring: KeyRing | None,
+        measured: GatewayMetrics,
+        now: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`ring` is None if the fleet has no keys; `now` is Unix time, `clock` monotonic."""
+        self.api_keys = api_keys
+        self.ring = ring
+        self._metrics = measured
+        self._now = now
+        self._clock = clock
+        self._unlogged: Tally[str] = Tally()
+        self._logged_at: dict[str, float] = {}
+
+    def __repr__(self) -> str:
+        return f"<Callers {self.api_keys!r} {self.ring!r}>"
+
+    @property
+    def tenants(self) -> set[str]:
+        """The tenants of all keys."""
+        known = set() if self.ring is None else {record.tenant for record in self.ring}
+        return known if known and self.api_keys.allows_anonymous else known | self.api_keys.tenants
+
+    def identify(self, headers: Mapping[str, str]) -> Caller:
+        """Returns the sender of a request with these headers, decoded as Latin-1. Raises ApiError."""
+        if self.ring is None or not self.api_keys.allows_anonymous:
+            tenant = self.api_keys.tenant_of(headers)
+            if tenant is not None:
+                return Caller(tenant)
+        key = key_in(headers)
+        if key is None or self.ring is None:
+            raise self._refused(KeyProblem.INVALID, None, http_errors.INVALID_API_KEY)
+        try:
+            record = self.ring.find(key, self._now(), self._clock())
+        except KeyRefusedError as error:
+            raise self._refused(error.problem, keys.id_of(key), http_errors.key_refused(error)) from error
+        return Caller(record.tenant, record.id, record.role, record.models)
+
+    def check_requests(self, caller: Caller) -> None:
+        """Raises ApiError for one who may look at the fleet and not use it."""
+        if caller.role is Role.VIEWER:
+            raise self._refused(_FORBIDDEN, caller.key_id, http_errors.VIEWER)
+
+    def update_gauges(self) -> None:
+        if self.ring is not None:
+            self._metrics.keys.set(len(self.ring))
+            self._metrics.keys_silent.set(self.ring.silent_s(self._clock()))
+
+    def _refused(self, reason: str, key_id: str | None, response: http_errors.ErrorResponse) -> ApiError:
+        """Counts a refusal. Not every one is logged, since strangers can send thousands of keys."""
+        self._metrics.keys_refused.labels(reason).inc()
+        self._unlogged[reason] += 1
+        clock = self._clock()
+        if self.ring is not None and clock - self._logged_at.get(reason, -_LOG_INTERVAL_S) >= _LOG_INTERVAL_S:
+            self._logged_at[reason] = clock
+            count = self._unlogged.pop(reason)
+            structlog.get_logger().warning("keys_refused", reason=reason, key_id=key_id, count=count)
+        return ApiError(response)
