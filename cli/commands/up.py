@@ -8,11 +8,22 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from tokenbus.cli.commands import gateway, router, worker
-from tokenbus.cli.console import arguments, config, connection_flags, nats_server, screen, serve, state
+from tokenbus.cli.console import (
+    arguments,
+    config,
+    connection_flags,
+    first_key,
+    key_flags,
+    nats_server,
+    screen,
+    serve,
+    state,
+)
 from tokenbus.cli.console.flags import Parser, command_line, dest_of, text_of
 from tokenbus.cli.console.instructions import SystemAddresses
 from tokenbus.cli.console.run_logs import RunLogs
@@ -23,6 +34,9 @@ from tokenbus.demo import MODEL_PATH, ONNX_PATH
 from tokenbus.gateway.admission import keys
 from tokenbus.gateway.admission.settings import GatewaySettings
 from tokenbus.gateway.http import listen
+from tokenbus.protocol.access.key_source import BUCKET, KeySettings
+from tokenbus.protocol.access.key_stores import KeyStore, KeyStoreError
+from tokenbus.protocol.bus import connection as nats
 from tokenbus.protocol.bus.settings import BusSettings
 from tokenbus.protocol.process import signals
 from tokenbus.protocol.telemetry import logs, tracing
@@ -59,6 +73,8 @@ def add_flags(parser: Parser) -> None:
     flag("--no-gateway", arguments.SWITCH, "do not start a gateway")
     metrics = "serve /metrics of each process, on ports from 9100 (router), 9110 (workers) and 9130 (gateway)"
     flag("--metrics", arguments.SWITCH, metrics)
+    unset = f"{BUCKET} without a value, and else there are none"
+    flag.add(key_flags.KEYS._replace(const=BUCKET, unset=unset))
     flag("--json", arguments.SWITCH, "print one line of JSON when the system is ready")
     file = "settings of workers, router and gateway in TOML, named like their options"
     flag("--config", arguments.FILE, file, variable=config.FILE_VARIABLE)
@@ -88,6 +104,8 @@ class SystemSettings(NamedTuple):
     """Its port; None for the first free one."""
     is_open: bool
     """Whether the HTTP API takes requests without a key."""
+    key_settings: KeySettings
+    """Where the keys of the HTTP API are."""
     bus: BusSettings
     """The connection to the broker that the options name, if any."""
     prefix: str
@@ -121,17 +139,20 @@ def settings_of(options: argparse.Namespace) -> SystemSettings:
     cores, busy = len(os.sched_getaffinity(0)), options.workers * min(len(found.model), worker.BUSY_MODELS)
     given += [f"--threads={found.threads or max(1, cores // busy)}"]
     given += [f"--{name}={text_of(getattr(found, dest_of(name)))}" for name in _defaults(options)]
-    router.settings_of(_options_of("router", router.add_flags, common))
-    for_gateway = _options_of("gateway", gateway.add_flags, common)
+    with_keys = [*common, *([f"--keys={options.keys}"] if options.keys else [])]
+    router.settings_of(_options_of("router", router.add_flags, with_keys))
+    for_gateway = _options_of("gateway", gateway.add_flags, with_keys)
+    gateway_settings = gateway.settings_of(for_gateway)
     port = None if for_gateway.port == _GATEWAY.port else for_gateway.port
     return SystemSettings(
         arguments=ProcessArguments(
-            ["worker", *given], ["router", *common], ["gateway", *common, f"--grace-s={_GRACE_S:g}"]
+            ["worker", *given], ["router", *with_keys], ["gateway", *with_keys, f"--grace-s={_GRACE_S:g}"]
         ),
         names=worker.names_of(found),
         host=options.host or for_gateway.host,
         port=port if options.gateway_port is None else options.gateway_port,
-        is_open=gateway.settings_of(for_gateway).allows_anonymous,
+        is_open=gateway_settings.allows_anonymous,
+        key_settings=gateway_settings.key_settings,
         bus=connection_flags.settings_of(found),
         prefix=found.prefix,
         grace_s=found.grace_s,
@@ -180,6 +201,7 @@ class LocalSystem:
         self._metrics_sockets: dict[str, socket.socket] = {}
         """By process name. Like the gateway's they stay open, so that a restarted process keeps its address."""
         self._is_ready = False
+        self._first_key = ""
         self._supervisor = ProcessSupervisor(run_logs.folder, out.write)
 
     def __repr__(self) -> str:
@@ -222,18 +244,43 @@ class LocalSystem:
         if self._logs.problem:
             self._out.write(f"they will be lost there, since they can't be kept: {self._logs.problem}")
         if not self._options.nats:
-            self._broker = await nats_server.start(self._options.port, self._logs.folder / "nats-server.log")
+            log, store = self._logs.folder / "nats-server.log", self._broker_store()
+            self._broker = await nats_server.start(self._options.port, log, store=store)
             self._bus = BusSettings(url=self._broker.url)
+        await self._with_keys(lambda store: store.create())
         self._start_processes()
         async with await WireClient.connect(settings=self._bus, prefix=self._settings.prefix) as client:
             reply = await self._until_ready(client)
             self._is_ready = True
+            await self._with_keys(self._make_first_key)  # not before it can be shown
             self._out.ready(self._addresses(reply), reply)
             while True:
                 self._supervisor.check()
                 self._logs.shorten()
                 self._out.show(await self._models(client))
                 await asyncio.sleep(_REFRESH_S)
+
+    def _broker_store(self) -> Path | None:
+        """Returns the folder for what the embedded broker stores; None if there is nothing to store."""
+        if self._settings.key_settings.keys != BUCKET:
+            return None
+        # Brokers on fixed ports keep their keys. One on any free port would meet those of another system.
+        return state.folder(f"broker-{self._options.port}") if self._options.port else self._logs.folder / "broker"
+
+    async def _with_keys(self, act: Callable[[KeyStore], Awaitable[None]]) -> None:
+        """Does something with the store of keys, if there is one. Raises StartError."""
+        if not self._settings.key_settings.are_used:
+            return
+        connection = await nats.connect(self._bus, "tokenbus up")
+        try:
+            await act(self._settings.key_settings.store(connection, self._settings.prefix))
+        except KeyStoreError as error:
+            raise StartError(f"there can be no keys: {error}") from error
+        finally:
+            await connection.close()
+
+    async def _make_first_key(self, store: KeyStore) -> None:
+        self._first_key = await first_key.make(store, created_by="tokenbus up")
 
     def _addresses(self, reply: messages.ModelsReply) -> SystemAddresses:
         names = dict.fromkeys([*self._settings.names, *(one.model for one in reply.models)])
@@ -244,6 +291,8 @@ class LocalSystem:
             log_folder=self._logs.folder,
             metrics=self._metrics_urls(),
             has_password=self._bus.redacted_url != self._bus.url,
+            needs_key=not self._settings.is_open,
+            first_key=self._first_key,
         )
 
     def _start_processes(self) -> None:

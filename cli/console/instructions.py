@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from tokenbus.gateway.admission import keys
 from tokenbus.protocol.wire.subjects import Subjects
 
 _DEFAULT_URL = "nats://127.0.0.1:4222"
@@ -35,6 +34,10 @@ class SystemAddresses(NamedTuple):
     """URLs of the `/metrics` pages by process name; empty without --metrics."""
     has_password: bool = False
     """Whether the broker's URL has a user and a password, which are not shown."""
+    needs_key: bool = False
+    """Whether the HTTP API takes requests with a key only."""
+    first_key: str = ""
+    """The key of an operator that was made at this start; it is shown this once."""
 
 
 def instructions(addresses: SystemAddresses, width: int = UNLIMITED) -> str:
@@ -54,6 +57,7 @@ def _paragraphs(addresses: SystemAddresses, width: int) -> Iterator[str]:
     yield _command([f"{tokenbus} generate", *broker, *model, '"What is 12 + 30?"'], width)
     yield _command([f"{tokenbus} chat", *broker, *model], width)
     yield _command([f"{tokenbus} top", *broker], width)
+    yield from _key_paragraph(addresses, f"{tokenbus} keys create", broker, width)
     yield from _http_paragraph(addresses, width)
     yield from _metrics_paragraph(addresses, width)
     subject = Subjects().generate(addresses.models[0])
@@ -66,10 +70,18 @@ def _paragraphs(addresses: SystemAddresses, width: int) -> Iterator[str]:
     yield "Stop: Ctrl-C"
 
 
+def _key_paragraph(addresses: SystemAddresses, create: str, broker: Sequence[str], width: int) -> Iterator[str]:
+    if addresses.first_key:
+        yield ""
+        yield _text("The first API key, for an operator, is shown this once; the second command makes others:", width)
+        yield f"  KEY={addresses.first_key}"
+        yield _command([create, *broker, "--tenant acme"], width)
+
+
 def _http_paragraph(addresses: SystemAddresses, width: int) -> Iterator[str]:
     if not addresses.http:
         return
-    key = ["-H 'Authorization: Bearer KEY'"] if os.environ.get(keys.VARIABLE) else []
+    key = ['-H "Authorization: Bearer $KEY"'] if addresses.needs_key else []
     name = {"model": addresses.models[0]} if len(addresses.models) > 1 else {}
     body = f"-d {_json(**name, input='What is 12 + 30?')}"
     yield ""

@@ -92,11 +92,12 @@ def _is_broker(port: int) -> bool:
         return False
 
 
-async def start(port: int, log_path: Path, config: Path | None = None) -> NatsServer:
+async def start(port: int, log_path: Path, config: Path | None = None, store: Path | None = None) -> NatsServer:
     """Starts nats-server on a port of 127.0.0.1; 0 is any free port. Raises NatsServerError.
 
-    `config` is a settings file for the server, instead of `DEFAULTS`; its address and port are ignored. Must be called
-    from the main thread, since the server dies with the thread that starts it."""
+    `config` is a settings file for the server, instead of `DEFAULTS`; its address and port are ignored. With `store`,
+    the folder in which it keeps what it stores, it has JetStream. Must be called from the main thread, since the server
+    dies with the thread that starts it."""
     # The server writes its real port, which may be any free one, into a file in this folder.
     with tempfile.TemporaryDirectory(prefix="tokenbus-nats-") as folder:
         command = [find_binary(), "-a", _HOST, "-p", str(port or -1), "--ports_file_dir", folder]
@@ -104,6 +105,7 @@ async def start(port: int, log_path: Path, config: Path | None = None) -> NatsSe
             config = Path(folder) / "nats.conf"
             config.write_text(DEFAULTS)
         command += ["-c", str(config)]
+        command += [] if store is None else ["-js", "-sd", str(store)]
         with log_path.open("ab") as log:
             process = subprocess.Popen(  # noqa: ASYNC220  # not every event loop's subprocesses take preexec_fn
                 command, stdout=log, stderr=log, start_new_session=True, preexec_fn=end_with_parent

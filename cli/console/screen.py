@@ -134,6 +134,7 @@ class JsonScreen(Screen):
 
     def ready(self, addresses: SystemAddresses, reply: messages.ModelsReply) -> None:
         urls = {"nats": addresses.nats, "http": addresses.http or None, "metrics": addresses.metrics}
+        urls |= {"key": addresses.first_key} if addresses.first_key else {}
         print(json.dumps({"ready": True, **urls, "models": [served.model for served in reply.models]}), flush=True)
 
 

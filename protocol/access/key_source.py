@@ -33,8 +33,9 @@ class KeySettings:
     def store(self, connection: Connection | None, prefix: str) -> KeyStore:
         """Returns the store, for those who manage keys. A file needs no connection; `prefix` is that of all
         subjects."""
-        if connection is None:
+        if self.keys != BUCKET:
             return FileKeys(Path(self.keys))
+        assert connection is not None
         return BucketKeys(_bucket(connection, prefix))
 
     def watch(self, connection: Connection, prefix: str) -> KeyWatch:
