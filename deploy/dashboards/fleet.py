@@ -164,6 +164,24 @@ _HTTP = (
         ),
     ),
     Panel(
+        "Requests refused for their API key",
+        "`invalid` is a client with a wrong key, or somebody who guesses; `not_valid_now` one whose key was revoked or "
+        "has expired: `keys_refused` in the gateways' log has its id. If some are `unavailable`, the bucket of keys "
+        "can't be read: known keys last for --keys-stale-s from then on.",
+        "reqps",
+        (Query(rate(f"{_GATEWAY}_keys_refused_total", "", "reason"), "{{reason}}"),),
+    ),
+    Panel(
+        "API keys, and seconds since their store was read",
+        "If the seconds grow, the broker's JetStream or the file of keys does not answer (`keys_unreachable` in the "
+        "log). If gateways know different numbers of keys, one of them reads another store.",
+        "short",
+        (
+            Query(max_of(f"{_GATEWAY}_keys", "", "instance"), "{{instance}}: keys"),
+            Query(max_of(f"{_GATEWAY}_keys_silent_seconds", "", "instance"), "{{instance}}: seconds"),
+        ),
+    ),
+    Panel(
         "Open HTTP requests, by gateway",
         "If a gateway reaches --max-requests, it refuses more: start another gateway.",
         "short",
