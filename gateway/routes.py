@@ -138,7 +138,7 @@ class Routes:
     async def _listing(self, request: Request) -> Listing:
         """Returns the models that a request may use, and their aliases. Raises ApiError and RequestError."""
         async with self._services.tenants.admitted(request, looks_on=True) as tenant:
-            listing = Listing.of(await tenant.client.served())
+            listing = Listing.of(await tenant.keyless_client.served())
         return listing.of_patterns(tenant.caller.models).with_aliases(self._services.aliases)
 
 

@@ -28,6 +28,8 @@ class Tenant(NamedTuple):
     name: str
     client: WireClient
     """Makes the tenant's requests, with the key of this one."""
+    keyless_client: WireClient
+    """Knows what is served for all keys of the tenant."""
     caller: Caller
 
 
@@ -41,7 +43,7 @@ class _OpenTenant:
         self._of_keys: dict[str, WireClient] = {}
 
     def client_of(self, key_id: str) -> WireClient:
-        """Returns the client for requests with a key, which knows what is served for it; without one if it is empty."""
+        """Returns the client for requests with a key, or without one if it is empty."""
         if not key_id:
             return self.client
         if key_id not in self._of_keys:
@@ -84,7 +86,7 @@ class Tenants:
         found = self._open.get(caller.tenant) or await self._opened(caller.tenant)
         found.num_requests += 1
         try:
-            yield Tenant(caller.tenant, found.client_of(caller.key_id), caller)
+            yield Tenant(caller.tenant, found.client_of(caller.key_id), found.client, caller)
         finally:
             found.num_requests -= 1
             found.idle_since = self._clock()

@@ -17,8 +17,9 @@ from tokenbus.protocol.bus.connection import Connection
 
 _INTERVAL_S = 1.0
 """Time between two questions whether the store has changed. Puts are heard at once, unless a message is lost."""
-_LEAST_INTERVAL_S = 0.02
-"""The store is not asked more often, however often somebody claims that it has changed."""
+_AGAIN_S = (0.02, 0.05, 0.1, 0.2)
+"""Pauses after each time that it is asked because a put was heard. That may be a moment before the broker has stored
+it, so that it is asked again; it is never asked more often, however many puts are heard."""
 
 
 class KeyWatch:
@@ -45,14 +46,19 @@ class KeyWatch:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_INTERVAL_S):
                     await self._changed.wait()
+            was_heard = self._changed.is_set()
             self._changed.clear()
-            await self._ask()
-            await asyncio.sleep(_LEAST_INTERVAL_S)
+            for pause_s in _AGAIN_S if was_heard else _AGAIN_S[:1]:
+                is_changed = await self._ask()
+                await asyncio.sleep(pause_s)
+                if is_changed:
+                    break
 
-    async def _ask(self) -> None:
-        asked_at = self._clock()
+    async def _ask(self) -> bool:
+        """Returns whether there was something new."""
+        asked_at, is_changed = self._clock(), False
         try:
-            await self._refresh()
+            is_changed = await self._refresh()
         except (BucketError, KeyStoreError) as error:
             if not self._is_failing:
                 self._log.warning("keys_unreachable", error=str(error), num_known=len(self.ring))
@@ -62,9 +68,10 @@ class KeyWatch:
                 self._log.info("keys_reachable", num_known=len(self.ring))
             self._is_failing = False
             self.ring.heard(asked_at)
+        return is_changed
 
-    async def _refresh(self) -> None:
-        """Brings the ring up to date. Raises BucketError, KeyStoreError."""
+    async def _refresh(self) -> bool:
+        """Brings the ring up to date; returns whether the store has changed. Raises BucketError, KeyStoreError."""
         raise NotImplementedError
 
     def _replace_all(self, found: LoadedKeys) -> None:
@@ -106,10 +113,10 @@ class BucketKeyWatch(KeyWatch):
     def _hear(self, message: Msg) -> None:
         self._changed.set()
 
-    async def _refresh(self) -> None:
+    async def _refresh(self) -> bool:
         state = await self._bucket.state()
         if state == self._known:
-            return
+            return False
         if state.created != self._known.created or state.last_revision < self._known.last_revision:
             changes = await self._bucket.changes()  # another bucket of the same name
             self._problems.clear()
@@ -125,6 +132,7 @@ class BucketKeyWatch(KeyWatch):
                 for name, problem in found.problems.items():
                     self._show_problem(name, problem)
         self._known = BucketState(state.created, changes.last_revision)
+        return True
 
 
 class FileKeyWatch(KeyWatch):
@@ -135,13 +143,14 @@ class FileKeyWatch(KeyWatch):
         self._keys = FileKeys(path)
         self._known: tuple[int, int, int] | None = None
 
-    async def _refresh(self) -> None:
+    async def _refresh(self) -> bool:
         try:
             status = self._keys.path.stat()
         except OSError as error:
             raise KeyStoreError(f"{self._keys.path}: {error.strerror}") from error
         known = (status.st_ino, status.st_mtime_ns, status.st_size)
         if known == self._known:
-            return
+            return False
         self._replace_all(await self._keys.load())
         self._known = known
+        return True

@@ -19,7 +19,7 @@ from tokenbus.protocol.access.key_stores import BucketKeys, FileKeys, KeyConflic
 from tokenbus.protocol.access.key_watch import BucketKeyWatch, FileKeyWatch, KeyWatch
 from tokenbus.protocol.access.keys import KeyRecord
 from tokenbus.protocol.bus import connection as nats
-from tokenbus.protocol.bus.bucket import Bucket
+from tokenbus.protocol.bus.bucket import Bucket, BucketState
 
 _names = (f"bucket_{number}" for number in itertools.count())
 
@@ -183,3 +183,21 @@ async def test_a_file_of_keys_is_its_owners_alone(tmp_path: Path) -> None:
     store.path.chmod(0o640)
     with pytest.raises(KeyStoreError, match="chmod 600"):
         await store.load()
+
+
+async def test_a_put_that_is_heard_before_the_broker_has_stored_it_is_read_all_the_same(
+    connection: nats.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tokenbus.protocol.access.key_watch._INTERVAL_S", 3_600.0)
+    store = BucketKeys(Bucket(connection, next(_names)))
+    await store.create()
+    async with watched(store, connection) as (ring, changed):
+        old, real, times = await store.bucket.state(), store.bucket.state, iter(range(2))
+
+        async def before_it_is_stored() -> BucketState:
+            return old if next(times, None) is not None else await real()
+
+        monkeypatch.setattr(store.bucket, "state", before_it_is_stored)
+        await store.add(made()[1])
+        await changed.wait()
+        assert len(ring) == 1
