@@ -183,7 +183,7 @@ def test_what_others_can_read_or_nothing_has_written_is_refused(run: Commands, t
 
 def test_a_name_in_a_table_moves_no_cursor_and_columns_are_straight() -> None:
     new = keys.new_key()
-    record = KeyRecord(id=new.id, hash=new.hash, tenant="\x1b[2J日本", name="x")
+    record = KeyRecord(id=new.id, hash=new.hash, tenant="\x1b[2J日本", name="APP")
     head, line = key_table.table([record], 0.0).splitlines()
     assert "\x1b" not in line
-    assert line.index("x") + 2 == head.index("name"), "two characters are two columns wide"
+    assert line.index("APP") + 2 == head.index("name"), "two characters are two columns wide"

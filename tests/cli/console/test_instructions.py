@@ -81,10 +81,14 @@ def test_a_password_is_not_shown_and_it_is_said_where_it_goes() -> None:
     assert commands(text)[1] == ["tokenbus", "chat"]
 
 
-def test_where_keys_are_needed_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TOKENBUS_API_KEYS", "sk-secret=acme")
-    assert "Authorization: Bearer KEY" in instructions(PLACE)
-    assert "sk-secret" not in instructions(PLACE)
+def test_where_keys_are_needed_it_says_so_and_shows_a_new_one_once() -> None:
+    assert "Authorization" not in instructions(PLACE)
+    needs_key = PLACE._replace(needs_key=True)
+    assert 'Authorization: Bearer $KEY"' in instructions(needs_key)
+    shown = instructions(needs_key._replace(first_key="tb_secret"))
+    assert shown.count("tb_secret") == 1
+    assert "  KEY=tb_secret\n" in shown
+    assert "keys create" in shown
 
 
 def test_the_commands_can_be_typed_as_up_was(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
