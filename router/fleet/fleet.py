@@ -52,6 +52,8 @@ class FleetUpdate(NamedTuple):
     """Entries of its event log that are now in order, with nothing missing before them."""
     finished: tuple[str, ...] = ()
     """Keys of requests that have ended."""
+    ends: tuple[internal.StreamEnd, ...] = ()
+    """Their ends, if the worker says how they have ended."""
     lost: Worker | None = None
     """The incarnation superseded by a newer one: it gave up its streams."""
     left: bool = False
@@ -141,7 +143,7 @@ class Fleet:
         self._apply(worker, ready, now)
         if not ready:
             self._refresh(worker)
-        return FleetUpdate(worker, ready, tuple(events.finished))
+        return FleetUpdate(worker, ready, tuple(events.finished), tuple(events.ends))
 
     def apply_beat(self, model: str, process: str, beat: internal.Beat, now: float) -> BeatUpdate:
         """Applies a process's sign of life for its idle workers. Those that are strange should be discovered."""
@@ -326,6 +328,10 @@ class Fleet:
             return None
         return [model for model in self._known_models if model not in self._models]
 
+    def has_known(self, model: str) -> bool:
+        """Whether some worker has served the model since the router started."""
+        return model in self._known_models
+
     def is_unknown(self, model: str, now: float) -> bool:
         """Whether no worker has ever served the model, as far as a router that has been up long enough knows."""
         return model not in self._known_models and self._is_old_enough(now)
@@ -377,7 +383,7 @@ class Fleet:
         if worker is None:
             self.stats.refused_messages += 1
             return None
-        return FleetUpdate(worker, worker.log.receive(events), tuple(events.finished))
+        return FleetUpdate(worker, worker.log.receive(events), tuple(events.finished), tuple(events.ends))
 
     def _apply(self, worker: Worker, events: tuple[internal.Events, ...], now: float) -> None:
         for one in events:

@@ -54,6 +54,8 @@ class AppliedSnapshot(NamedTuple):
     """When it was first requested: anything the router did later may be missing from it."""
     seq: int
     """The last event before the snapshot."""
+    ends: tuple[internal.StreamEnd, ...] = ()
+    """The ends of requests for which the router has asked."""
 
 
 class WorkerEventLog:
@@ -175,6 +177,7 @@ class WorkerEventLog:
         later = tuple(events for events in self._buffer if events.seq > part.seq)
         runs = tuple(run for number in sorted(self._parts) for run in self._parts[number].runs)
         running = _join([one for number in sorted(self._parts) for one in self._parts[number].running])
+        ends = tuple(end for part in self._parts.values() for end in part.ends)
         requested_at = self._first_requested_at
         if [events.seq for events in later] != list(range(part.seq + 1, part.seq + 1 + len(later))):
             self.mark_behind()
@@ -185,7 +188,7 @@ class WorkerEventLog:
         # a snapshot is sent after the chunks of the event before it
         sealed_seq = max(part.seq, *(events.seq - 1 for events in later if not events.token_ids), self.sealed_seq)
         self.sealed_seq = min(sealed_seq, self.seq)
-        return AppliedSnapshot(running, later, runs, requested_at, part.seq)
+        return AppliedSnapshot(running, later, runs, requested_at, part.seq, ends)
 
 
 def _join(pieces: list[internal.RunningRequest]) -> dict[str, internal.RunningRequest]:

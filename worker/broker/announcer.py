@@ -109,14 +109,23 @@ class Announcer:
         self.publish_card()
         self.publish_events()
 
-    def snapshot(self, running: list[internal.RunningRequest]) -> list[internal.SnapshotPart]:
-        """Returns everything that the worker holds after its last event, or nothing before it has a card."""
+    def snapshot(
+        self, running: list[internal.RunningRequest], ends: Sequence[internal.StreamEnd] = ()
+    ) -> list[internal.SnapshotPart]:
+        """Returns everything that the worker holds after its last event, and these ends; or nothing before it has a
+        card."""
         if self._config is None or self.is_muted:
             return []
         # a snapshot continues the event log, so what is pending has to be in the log first
         self.publish_events()
         return split_snapshot(
-            self.worker_id, self.epoch, self.log.next_seq - 1, running, self._published_blocks.runs(), self._load()
+            self.worker_id,
+            self.epoch,
+            self.log.next_seq - 1,
+            running,
+            self._published_blocks.runs(),
+            self._load(),
+            ends,
         )
 
     @property

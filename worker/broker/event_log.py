@@ -110,9 +110,10 @@ class Ends(NamedTuple):
     keys: list[str]
     failed: list[str]
     """Those that failed in a way that need not recur elsewhere."""
+    reports: list[internal.StreamEnd]
 
 
-NO_ENDS = Ends([], [])
+NO_ENDS = Ends([], [], [])
 
 
 class EventLog:
@@ -225,6 +226,7 @@ class EventLog:
             stored=list(to_runs((parent, name) for name, parent in stored)),
             started=self.started,
             finished=[*self.finished, *ended.keys],
+            ends=ended.reports,
             failed=ended.failed,
             taken=self.taken,
             stranded=self.stranded,
@@ -238,7 +240,9 @@ class EventLog:
     ) -> internal.Events:
         """Returns the entry to publish together with `entry` and after it."""
         following = self._entry(entry.seq + 1, entry.load, entry.state, sampled)
-        return codec.replace(following, finished=ended.keys, failed=ended.failed) if ended.keys else following
+        if not ended.keys:
+            return following
+        return codec.replace(following, finished=ended.keys, ends=ended.reports, failed=ended.failed)
 
     def mark_published(self, entries: Sequence[internal.Events], num_writes: int) -> None:
         """Counts these entries as published. They were queued together, and the first was made by `make`.
@@ -305,15 +309,17 @@ def split_snapshot(
     running: list[internal.RunningRequest],
     runs: list[internal.BlockRun],
     load: messages.Load,
+    ends: Sequence[internal.StreamEnd] = (),
 ) -> list[internal.SnapshotPart]:
-    """Returns at least one part; together they state what the worker held after event `seq`. A request with many tokens
-    spans several parts, in token order."""
-    contents: list[tuple[list[internal.RunningRequest], list[internal.BlockRun]]] = []
+    """Returns at least one part; together they state what the worker held after event `seq`, and how those of `ends`
+    have ended. A request with many tokens spans several parts, in token order."""
+    contents: list[tuple[list[internal.RunningRequest], list[internal.BlockRun], list[internal.StreamEnd]]] = []
     requests = _parts_of(_cut_requests(running), _token_bytes, REQUESTS_PER_PART, TOKEN_BYTES_PER_PART)
     blocks = _parts_of(_cut_runs(runs), lambda run: len(run.hashes), RUNS_PER_PART, HASHES_PER_PART)
-    contents += [(part, []) for part in requests]
-    contents += [([], part) for part in blocks]
-    contents = contents or [([], [])]
+    contents += [(part, [], []) for part in requests]
+    contents += [([], part, []) for part in blocks]
+    contents += [([], [], part) for part in _parts_of(ends, lambda _: 0, REQUESTS_PER_PART, 1)]
+    contents = contents or [([], [], [])]
     return [
         internal.SnapshotPart(
             worker_id=worker_id,
@@ -324,8 +330,9 @@ def split_snapshot(
             runs=part_runs,
             running=part_running,
             load=load,
+            ends=part_ends,
         )
-        for number, (part_running, part_runs) in enumerate(contents)
+        for number, (part_running, part_runs, part_ends) in enumerate(contents)
     ]
 
 

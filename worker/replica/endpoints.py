@@ -313,7 +313,9 @@ class Endpoints:
             self._worker.line.snapshot_asked(message.reply, follows_beats=request.follows_beats)
         running = self._streams.running_requests(request) if message.reply else None
         if running is not None:  # else the router asks again in a second
-            self._reply(message, *self._announcer.snapshot(running))
+            known = (self._streams.find_any(key) for key in request.known_tokens)
+            ends = [one.end_report(one.terminal) for one in known if one is not None and one.terminal is not None]
+            self._reply(message, *self._announcer.snapshot(running, ends))
 
     def _send_tokenizer(self, message: Msg) -> None:
         serving = self._announcer.serving

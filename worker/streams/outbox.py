@@ -152,7 +152,8 @@ class Outbox:
         ends = NO_ENDS
         if ended:
             failed = [stream.key for stream, terminal in ended if has_failed(terminal)]
-            ends = Ends([stream.key for stream, _ in ended], failed)
+            reports = [stream.end_report(terminal) for stream, terminal in ended]
+            ends = Ends([stream.key for stream, _ in ended], failed, reports)
         if not self._announcer.publish_step(self._sampled, chunks, ends):
             return False
         self._waiting, self._sampled = [], []

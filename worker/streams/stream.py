@@ -319,6 +319,20 @@ class WorkerStream:
             resume_from=internal.RunResume.of(so_far.token_ids, so_far.logprobs, first, age_s * 1e3),
         )
 
+    def end_report(self, terminal: messages.Chunk) -> internal.StreamEnd:
+        """Returns what the stream's terminal says, for its guardian."""
+        assert terminal.finish_reason is not None
+        usage = terminal.usage or None
+        return internal.StreamEnd(
+            id=self.key,
+            router_id=self.guardian or "",
+            finish_reason=terminal.finish_reason,
+            code=str(terminal.error.code) if terminal.error else "",
+            prompt_tokens=usage.prompt_tokens if usage else self.num_prompt_tokens,
+            cached_tokens=usage.cached_tokens if usage else 0,
+            completion_tokens=usage.completion_tokens if usage else self.num_tokens,
+        )
+
     def fail(self) -> messages.Chunk:
         """Ends the stream with an error, because of a bug; returns the terminal, which has no text."""
         buffer = self._replay_buffer

@@ -25,6 +25,7 @@ from tokenbus.protocol.wire.internal.event_log import Seal as Seal
 from tokenbus.protocol.wire.internal.event_log import SnapshotPart as SnapshotPart
 from tokenbus.protocol.wire.internal.event_log import SnapshotRequest as SnapshotRequest
 from tokenbus.protocol.wire.internal.event_log import Started as Started
+from tokenbus.protocol.wire.internal.event_log import StreamEnd as StreamEnd
 from tokenbus.protocol.wire.internal.event_log import StreamState as StreamState
 from tokenbus.protocol.wire.internal.runs import Control as Control
 from tokenbus.protocol.wire.internal.runs import ControlReply as ControlReply

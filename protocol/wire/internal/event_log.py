@@ -39,6 +39,25 @@ class FirstToken(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Tokens that the stream may have: as many as its request asks for, or fewer if the worker's limits allow fewer."""
 
 
+class StreamEnd(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Says how a request has ended, as its terminal does. Workers of earlier versions send none."""
+
+    id: str
+    """`<tenant token>:<id>`."""
+    router_id: str = ""
+    """Its guardian, which is the one to count it; empty if it had none."""
+    finish_reason: public.FinishReason
+    """The finish reason of the terminal."""
+    code: str = ""
+    """The code of the error; empty if there is none."""
+    prompt_tokens: int = 0
+    """Tokens of the prompt, as in the terminal."""
+    cached_tokens: int = 0
+    """Those of `prompt_tokens` that did not have to be computed."""
+    completion_tokens: int = 0
+    """Tokens of the completion, as in the terminal."""
+
+
 class Fetched(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Reports the end of the fetch that a run asked for; not sent if the stream ended first."""
 
@@ -102,6 +121,8 @@ class Events(public.Message, frozen=True, kw_only=True, omit_defaults=True):
     """Keys of requests of other workers whose prompts this worker has begun to compute."""
     finished: list[str] = []
     """Keys of requests that have ended, sent after their terminal."""
+    ends: list[StreamEnd] = []
+    """The ends of those of `finished` that were given a terminal."""
     failed: list[str] = []
     """Keys of those that ended in an error that another worker may not have."""
     taken: list[str] = []
@@ -173,7 +194,7 @@ class RunningRequest(StreamState, frozen=True, kw_only=True, omit_defaults=True)
     """Its guardian."""
 
 
-class SnapshotPart(public.Message, frozen=True, kw_only=True):
+class SnapshotPart(public.Message, frozen=True, kw_only=True, omit_defaults=True):
     """One part of a snapshot: everything that a worker held after event `seq`."""
 
     worker_id: str
@@ -192,3 +213,5 @@ class SnapshotPart(public.Message, frozen=True, kw_only=True):
     """Requests that the worker holds."""
     load: public.Load
     """Load of the worker."""
+    ends: list[StreamEnd] = []
+    """The ends of those of the request's `known_tokens` that ended in the last minute."""

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator
 
 from tokenbus.protocol.telemetry import long_waits, tracing
-from tokenbus.protocol.wire import codec, messages, subjects
+from tokenbus.protocol.wire import codec, internal, messages, subjects
 from tokenbus.protocol.wire.block_hash import Adapter
 from tokenbus.protocol.wire.checks import validation
 from tokenbus.router.requests.flights.completion import PartialCompletion
@@ -76,6 +76,8 @@ class Flight:
     """When this router last sent the client a keepalive."""
     ended_by: str | None = None
     """The last worker to report that the request has ended there. This report may arrive before the worker's accept."""
+    end: internal.StreamEnd | None = None
+    """Its end there, if that worker says how it has ended."""
     cancelled: bool = False
     last_words: messages.Chunk | None = None
     """The terminal of a worker that gave it up, in case no other continues it; None once another worker may have."""
@@ -229,7 +231,7 @@ class Flights:
         flight.attempt_worker_id = worker_id
         flight.attempt_offset = len(flight.completion)
         flight.completion.start_attempt()
-        flight.ended_by = None
+        flight.ended_by = flight.end = None
 
     def bind_stream(self, flight: Flight, incarnation: str, stream_no: int) -> None:
         """Records that a worker has started the request and now names it by a number."""

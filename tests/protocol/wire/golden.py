@@ -751,6 +751,17 @@ INTERNAL: list[tuple[str, messages.Message]] = [
             failed=["default:r-2"],
             taken=["default:r-3"],
             stranded=["default:r-5"],
+            ends=[
+                internal.StreamEnd(
+                    id="default:r-2",
+                    router_id="router-1",
+                    finish_reason=messages.FinishReason.ERROR,
+                    code="internal",
+                    prompt_tokens=100,
+                    cached_tokens=64,
+                    completion_tokens=7,
+                )
+            ],
             guardians={7: "router-2"},
         ),
     ),
@@ -779,6 +790,7 @@ INTERNAL: list[tuple[str, messages.Message]] = [
                 )
             ],
             load=LOAD,
+            ends=[internal.StreamEnd(id="default:r-6", finish_reason=messages.FinishReason.STOP)],
         ),
     ),
 ]
