@@ -27,6 +27,7 @@ from tokenbus.router.access.key_checks import KeyChecks
 from tokenbus.router.fleet.model_part import ModelPart
 from tokenbus.router.requests.calls.client_calls import Call, CallKind, ClientCalls
 from tokenbus.router.requests.fleet_viewers import FleetViewers
+from tokenbus.router.requests.flights.ends import RequestEnds
 from tokenbus.router.requests.flights.flight import Flight
 from tokenbus.router.requests.lifecycle import RequestLifecycle
 from tokenbus.router.requests.listing import SystemListing
@@ -67,7 +68,9 @@ class Intake:
         listing: SystemListing,
         keys: KeyChecks | None,
         viewers: FleetViewers,
+        ends: RequestEnds,
     ) -> None:
+        self._ends = ends
         self._keys = keys
         self._part = part
         self._viewers = viewers
@@ -251,6 +254,7 @@ class Intake:
             error = problem.error
             request_id = request_id or _read_id(message, encoding)
         self._calls.refuse(kind, message.reply, encoding, request_id, error)
+        self._tell_refused(kind.operation, message, request_id, error)
 
     def _on_models(self, message: Msg) -> None:
         if not self._may_answer(message):
@@ -360,6 +364,12 @@ class Intake:
     def _refuse(self, message: Msg, encoding: codec.Encoding, request_id: str, error: errors.Error) -> None:
         key = f"{self._names.tenant_token(message.subject)}:{request_id}"
         self._terminals.refuse(message.reply, encoding, request_id, key, error)
+        self._tell_refused("generate", message, request_id, error)
+
+    def _tell_refused(self, operation: str, message: Msg, request_id: str, error: errors.Error) -> None:
+        with contextlib.suppress(ValueError):  # nobody is to blame for a subject without proper names
+            address = self._names.parse_model(message.subject)
+            self._ends.tell_refused(operation, address, request_id, error.code)
 
 
 def _read_id(message: Msg, encoding: codec.Encoding) -> str:

@@ -40,6 +40,8 @@ _PROGRESS_INTERVAL_S = 1.0
 _TRIM_INTERVAL_S = 1.0
 _HAND_OVER_S = 5.0
 """A stopping router gives its requests this long to reach a worker that is accepting them, or another router."""
+_GUARDIANS_S = 3.0
+"""Workers ask once a second whether a guardian is still there."""
 
 
 class RequestLifecycle:
@@ -136,11 +138,9 @@ class RequestLifecycle:
         return True
 
     def finish(self, flight: Flight) -> None:
-        """Forgets a request that its worker has ended. While it is not known which router guards it, none tells its
-        end."""
+        """Forgets a request that its worker has ended, and tells its end if this router is its guardian."""
         self.forget(flight, BY_WORKER)
-        if flight.is_named:
-            self._ends.tell_flight(flight, BY_WORKER)
+        self._ends.tell_ended_by_worker(flight)
 
     def forget(self, flight: Flight, reason: str) -> None:
         """Forgets a request that another router has taken over, or that is left to its worker (`by_worker`)."""
@@ -222,6 +222,8 @@ class RequestLifecycle:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_HAND_OVER_S):
                 await self.drain()
+        if self._ends.are_heard:
+            await self._wait_for_guardians()
         for flight in self._flights.all():
             if flight.worker_id is None:
                 has_text = len(flight.completion) > 0
@@ -231,6 +233,15 @@ class RequestLifecycle:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _wait_for_guardians(self) -> None:
+        """Waits a while for workers to name other routers: until then only this one tells how their streams end."""
+        give_up_at = time.monotonic() + _GUARDIANS_S
+        # flights go in many ways
+        while any(one.worker_id is not None for one in self._flights.all()):
+            if time.monotonic() >= give_up_at:
+                break
+            await asyncio.sleep(limits.TICK_S)
 
     def _is_unheard(self, flight: Flight) -> bool:
         """Whether a request's worker has been silent so long that this router answers for it."""

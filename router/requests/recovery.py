@@ -12,6 +12,7 @@ import structlog
 from tokenbus.protocol.wire import block_hash, internal, messages, subjects
 from tokenbus.router.fleet.fleet import Fleet, FleetUpdate
 from tokenbus.router.requests.attempts import Attempts
+from tokenbus.router.requests.flights.ends import BY_WORKER
 from tokenbus.router.requests.flights.flight import Flight, Flights
 from tokenbus.router.requests.lifecycle import RequestLifecycle
 from tokenbus.router.telemetry.metrics import RouterMetrics
@@ -53,7 +54,9 @@ class Recovery:
             for stream_no, router_id in entry.guardians.items():
                 self._apply_guardian(self._flights.streams_of(update.worker.incarnation).get(stream_no), router_id)
             self._take_stranded(entry.stranded, update.worker)
+        ends = {end.id: end for end in update.ends}
         for flight in self._flights.find_all(update.finished, address.model):
+            flight.end = ends.get(flight.key)
             self._finish(flight, address.worker_id)
         if update.lost is not None:
             self._log.error("worker_epoch_changed", worker_id=address.worker_id, epoch=update.lost.card.epoch)
@@ -63,7 +66,7 @@ class Recovery:
             self._take_streams(worker)
         if update.left:
             for flight in self._flights.accepted_by(address):
-                self._finish(flight, address.worker_id)
+                self._lifecycle.forget(flight, BY_WORKER)
 
     def recover(self, lost: Worker, *, is_certain: bool) -> None:
         """Continues a lost worker's requests elsewhere. If the loss is not certain, each run is revoked first."""
@@ -151,7 +154,7 @@ class Recovery:
 
     def _apply_snapshot(self, snapshot: AppliedSnapshot, worker: Worker) -> None:
         """Makes up for the events that were missed before the snapshot."""
-        address = worker.card.address
+        address, ends = worker.card.address, {end.id: end for end in snapshot.ends}
         self._metrics.snapshots.inc()
         self._log.info("snapshot_applied", worker_id=address.worker_id, running=len(snapshot.running))
         for key, running in snapshot.running.items():
@@ -166,8 +169,11 @@ class Recovery:
         for flight in self._flights.accepted_by(address):
             if (one := snapshot.running.get(flight.key)) is not None:
                 self._apply_guardian(flight, one.router_id)
-            elif flight.accepted_at < snapshot.requested_at:
+            elif (end := ends.get(flight.key)) is not None:
+                flight.end = end
                 self._finish(flight, address.worker_id)
+            elif flight.accepted_at < snapshot.requested_at:  # it may have had another guardian in the end
+                self._lifecycle.forget(flight, BY_WORKER)
             else:
                 # Accepted after the snapshot, or accepted before it and already ended: only another snapshot can tell.
                 self._fleet.mark_behind(worker.card)
