@@ -8,7 +8,7 @@ import contextlib
 import json
 import secrets
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import nats.errors
 from nats.aio.msg import Msg
@@ -109,12 +109,21 @@ class Bucket:
             except js_errors.NotFoundError:
                 await self._js.add_stream(config)
 
+    async def set_max_age(self, max_age_s: float) -> None:
+        """Changes after which time entries are dropped, if that is another. Raises BucketError."""
+        with _failing():
+            config = (await self._js.stream_info(self._stream)).config
+            if config.max_age != max_age_s:
+                await self._js.update_stream(config, max_age=max_age_s)
+
+    async def broker_time(self) -> str:
+        """Returns the broker's time, in the form of `Entry.written_at`. Raises BucketError."""
+        reply = await self._ask("INFO")
+        return str(reply.get("ts", ""))  # brokers of earlier versions do not tell it
+
     async def state(self) -> BucketState:
         """Raises BucketError."""
-        with _failing():
-            reply = json.loads((await self._request(f"$JS.API.STREAM.INFO.{self._stream}", b"")).data)
-            if "error" in reply:
-                raise js_errors.APIError.from_error(reply["error"])
+        reply = await self._ask("INFO")
         try:
             return BucketState(str(reply["created"]), int(reply["state"]["last_seq"]))
         except (KeyError, TypeError, ValueError) as error:
@@ -152,6 +161,10 @@ class Bucket:
         """Deletes a key that has this revision. Raises BucketConflictError, BucketError."""
         headers = {api.Header.EXPECTED_LAST_SUBJECT_SEQUENCE.value: str(revision), _OPERATION: "DEL"}
         await self._put(key, b"", headers)
+
+    async def purge(self, key: str, revision: int) -> None:
+        """Removes a key without a trace, unless it has a later revision. Raises BucketError."""
+        await self._ask("PURGE", {"filter": f"{self._prefix}{key}", "seq": revision + 1})
 
     async def changes(self, after: int = 0, keys: str = ">") -> Changes:
         """Returns all entries with a higher revision whose keys match a pattern. Raises BucketError."""
@@ -195,6 +208,17 @@ class Bucket:
         finally:
             await self._connection.unsubscribe(subscription)
         return found, is_complete
+
+    async def _ask(self, what: str, asked: dict[str, object] | None = None) -> dict[str, Any]:
+        """Returns the broker's answer to a question about the bucket. Raises BucketError."""
+        body = b"" if asked is None else json.dumps(asked).encode()
+        with _failing():
+            reply: dict[str, Any] = json.loads(
+                (await self._request(f"$JS.API.STREAM.{what}.{self._stream}", body)).data
+            )
+            if "error" in reply:
+                raise js_errors.APIError.from_error(reply["error"])
+        return reply
 
     async def _put(self, key: str, value: bytes, headers: dict[str, str] | None) -> int:
         with _failing():
