@@ -13,8 +13,10 @@ from typing import Any
 import structlog
 
 from tokenbus.protocol import tasks
+from tokenbus.protocol.access import usage_store
 from tokenbus.protocol.bus import connection as nats
 from tokenbus.protocol.bus import ping_probe
+from tokenbus.protocol.bus.bucket import Bucket, bucket_name
 from tokenbus.protocol.bus.bus import OwnedBus
 from tokenbus.protocol.bus.reply_sender import ReplySender
 from tokenbus.protocol.process import signals
@@ -52,6 +54,8 @@ from tokenbus.router.requests.tokenization.prompt_tokenizer import PromptTokeniz
 from tokenbus.router.requests.tokenization.tokenizer_cache import TokenizerCache
 from tokenbus.router.settings import RouterSettings
 from tokenbus.router.telemetry.metrics import RouterMetrics
+from tokenbus.router.usage.recorder import UsageRecorder
+from tokenbus.router.usage.writer import UsageWriter
 from tokenbus.router.watch import FleetWatch
 
 _INDEX_BYTES_PER_BLOCK = 87
@@ -73,7 +77,9 @@ class Router:
     ) -> None:
         """`keys` checks requests that name an API key; without it there are none."""
         self.metrics = RouterMetrics()
-        self.ends = RequestEnds()
+        self.ends = RequestEnds(router_id)
+        self.usage: UsageRecorder | None = None
+        """Counts what requests use, if that is wanted."""
         own_site = OwnSite(settings.site, settings.site_cost_s)
         self.fleet = Fleet(time.monotonic(), settings.expected_models, own_site)
         self.flights = Flights(settings.max_flights, settings.max_prompt_bytes)
@@ -135,6 +141,7 @@ class Router:
             self._listing,
             keys,
             self._viewers,
+            self.ends,
         )
         self._guardianship = Guardianship(
             bus,
@@ -170,6 +177,8 @@ class Router:
         """Brings the gauges up to date; called before each scrape."""
         gauges = self.metrics
         gauges.ready.set(not self.unready_reason)
+        if self.usage is not None:
+            self.usage.show()
         gauges.in_flight.set(len(self.flights))
         gauges.tokenization_cache_bytes.set(self._pieces.num_bytes)
         gauges.fleet_viewers.set(len(self._viewers))
@@ -286,7 +295,20 @@ async def serve(settings: RouterSettings, read_settings: Callable[[], RouterSett
         tasks.background("probe the broker", ping_probe.warn_if_slow(settings.broker))
         structlog.get_logger().info("router_ready", policy=settings.policy)
         watched = [] if keys is None else [keys.watch()]
+        if settings.usage:
+            usage = _count_usage(settings, connection, router)
+            stack.push_async_callback(usage.close)
+            watched.append(usage.run())
         await _run(settings, connection, router, stop, watched)
+
+
+def _count_usage(settings: RouterSettings, connection: nats.Connection, router: Router) -> UsageWriter:
+    """Has a router count what its requests use."""
+    bucket = Bucket(connection, bucket_name(settings.prefix, usage_store.BUCKET))
+    writer = UsageWriter(bucket, secrets.token_hex(6), settings.usage_days, random.Random())
+    router.usage = UsageRecorder(writer, router.metrics, router.fleet.has_known)
+    router.ends.add(router.usage.record, hears_refusals=True)
+    return writer
 
 
 async def _run(

@@ -63,6 +63,10 @@ class RouterSettings:
     tenant_limit_overrides: Mapping[str, TenantLimits] = dataclasses.field(default_factory=dict)
     """Limits of single tenants, by name."""
     key_settings: KeySettings = dataclasses.field(default_factory=KeySettings)
+    usage: bool = False
+    """Whether it counts what requests use, in a bucket of the broker's JetStream."""
+    usage_days: int = 400
+    """Days for which these counts are kept."""
     status_page: status.StatusSettings = dataclasses.field(default_factory=status.StatusSettings)
     request_log: RequestLogSettings = dataclasses.field(default_factory=RequestLogSettings)
     otlp_traces_endpoint: str = ""

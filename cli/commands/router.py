@@ -4,8 +4,9 @@ import argparse
 from typing import NamedTuple
 
 from tokenbus.cli.console import connection_flags, key_flags, serve
-from tokenbus.cli.console.arguments import COUNT, MIB, NAME, PATTERN, SECONDS, ArgumentType, real, whole
+from tokenbus.cli.console.arguments import COUNT, MIB, NAME, PATTERN, SECONDS, SWITCH, ArgumentType, real, whole
 from tokenbus.cli.console.flags import Flag, Parser, fields_of, text_of
+from tokenbus.protocol.access import usage
 from tokenbus.protocol.wire import subjects
 from tokenbus.router.placement.policies import POLICIES
 from tokenbus.router.placement.remote_prefills import MIN_REMOTE_PREFILL_TOKENS
@@ -71,6 +72,9 @@ def add_flags(parser: Parser) -> None:
     flag("--hold-s", SECONDS, hold, reloads=True)
     expect = "a model whose requests wait for --hold-s even if this router has never seen a worker of it"
     flag("--expect-model", NAME, expect, [])
+    flag = parser.group("usage", RouterSettings)
+    flag("--usage", SWITCH, "count what requests use, by day, tenant, key and model, in the broker's JetStream")
+    flag("--usage-days", whole(1, usage.MAX_DAYS), "days for which these counts are kept")
     flag = parser.group("router", RouterSettings)
     part = "a pattern of the names of the models that it serves, such as chat-*; other routers serve the others"
     flag("--models", PATTERN, part, [], unset="all models")

@@ -92,6 +92,10 @@ _OPERATE = {
         "create, list, rotate and revoke the API keys of a fleet",
         *("keys create --tenant acme --models 'chat-*' --expires 90d", "keys list"),
     ),
+    "usage": Command(
+        "show what was used, by day, tenant, key and model",
+        *("usage", "usage --from 30d --group-by key,model --tenant acme --csv"),
+    ),
     "pull": Command(
         "fetch a model from the Hugging Face Hub, or continue fetching it",
         *("pull org/repo:Q4_K_M", "pull --engine onnx org/repo"),

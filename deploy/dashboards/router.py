@@ -144,6 +144,40 @@ _QUEUE = (
     ),
 )
 
+_USAGE = (
+    Panel(
+        "Requests that have ended, by tenant",
+        "Where routers keep usage. If a tenant has far more than the others, it may need a limit; `tokenbus usage` "
+        "tells its keys apart.",
+        "reqps",
+        (Query(rate(f"{_P}_tenant_requests_total", ROUTER_FILTER, "tenant"), "{{tenant}}"),),
+        "stacked",
+    ),
+    Panel(
+        "Tokens used, by tenant and kind",
+        "Those of prompts that were computed or cached, and of completions. If hardly any are `cached`, a tenant's "
+        "prompts have no common beginning.",
+        "suffix: tokens/s",
+        (Query(rate(f"{_P}_tenant_tokens_total", ROUTER_FILTER, "tenant, kind"), "{{tenant}} {{kind}}"),),
+        "stacked",
+    ),
+    Panel(
+        "Age of usage that is not saved",
+        "If it exceeds a few seconds, the bucket is out of reach or full: the counts are in the router's memory only.",
+        "s",
+        (Query(max_of(f"{_P}_usage_unsaved_seconds", ROUTER_FILTER, "instance"), _NAME),),
+    ),
+    Panel(
+        "Sums of usage in memory, and failures to save them",
+        "If the sums near 65,536, what is new is counted as `(other)`.",
+        "short",
+        (
+            Query(sum_of(f"{_P}_usage_counters", ROUTER_FILTER, "instance"), _NAME),
+            Query(increase(f"{_P}_usage_failures_total", ROUTER_FILTER, "instance"), f"{_NAME} failures"),
+        ),
+    ),
+)
+
 _FLEET = (
     Panel(
         "Workers known to each router, by state",
@@ -282,7 +316,7 @@ _FLEET = (
 DASHBOARD = Dashboard(
     "router",
     "Tokenbus router",
-    "Placements, waiting requests, and what routers know of the workers' caches.",
+    "Placements, waiting requests, what routers know of the workers' caches, and usage.",
     (MODEL, ROUTER),
-    (Row("Placement", _PLACEMENT), Row("Queue", _QUEUE), Row("Fleet", _FLEET)),
+    (Row("Placement", _PLACEMENT), Row("Queue", _QUEUE), Row("Fleet", _FLEET), Row("Usage", _USAGE)),
 )

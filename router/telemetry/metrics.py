@@ -19,6 +19,9 @@ _PHASES = ("tokenize", "hash", "place", "accept")
 accepts."""
 
 
+_MAX_TENANTS = 128
+
+
 class RouterMetrics(MetricFamilies):
     """Counters, gauges and histograms.
 
@@ -115,6 +118,19 @@ class RouterMetrics(MetricFamilies):
         )
         self.lost_events = Counter(f"{_P}_events_lost", "Entries of workers' event logs that were never received.")
         self.beats = Counter(f"{_P}_beats", "Beats of worker processes, each for all their idle workers.")
+        tenants = self._tenants = BoundedLabel("tenant", _MAX_TENANTS)
+        self.tenant_requests = Counter(
+            f"{_P}_tenant_requests", "Requests that have ended, where usage is kept.", ("tenant",), tenants
+        )
+        self.tenant_tokens = Counter(
+            f"{_P}_tenant_tokens",
+            "Tokens of these: computed (prompt) and cached ones of prompts, and those of completions.",
+            ("tenant", "kind"),
+            tenants,
+        )
+        self.usage_counters = Gauge(f"{_P}_usage_counters", "Sums of usage in memory.")
+        self.usage_unsaved = Gauge(f"{_P}_usage_unsaved_seconds", "How long the oldest usage has not been saved.")
+        self.usage_failures = Counter(f"{_P}_usage_failures", "Failed attempts to save usage.")
         self.snapshots = Counter(f"{_P}_snapshots", "Snapshots that closed a gap in a worker's event log.")
         for phase in _PHASES:
             self.phases.labels(phase)
