@@ -87,7 +87,11 @@ class PartsSender:
     async def _ask_once(self, subject: str, payload: bytes, headers: dict[str, str]) -> Msg:
         async with self._turns:
             answered = self._replies.request(Outgoing(subject, payload, headers=headers), self._timeout_s)
-            await asyncio.wait([answered], timeout=_TURN_S)
+            try:
+                await asyncio.wait([answered], timeout=_TURN_S)
+            except asyncio.CancelledError:
+                answered.cancel()  # `wait` leaves it alone, and its error would be nobody's
+                raise
         return await answered
 
     def _read(self, answer: Msg) -> str:

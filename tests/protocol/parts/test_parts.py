@@ -1,6 +1,7 @@
 """A large message goes from its sender to its receiver, or the sender learns why not; over a simulated broker."""
 
 import asyncio
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -261,3 +262,14 @@ def test_a_sender_that_could_not_subscribe_once_tries_again_with_the_next_messag
     stage.process.do(stage.send())
     stage.world.run(0.1)
     assert [message.data for message in stage.whole] == [BODY]
+
+
+def test_an_answer_that_fails_to_come_after_its_sender_was_cancelled_is_no_failure(stage: Stage) -> None:
+    stage.process.do(stage.bus.subscribe("silent", lambda message: None))
+    sending = stage.process.spawn(stage.send(subject="silent"))
+    stage.world.run(0.1)
+    sending.cancel()
+    stage.world.run(2.0)
+    assert sending.cancelled()
+    gc.collect()
+    assert stage.process.faults == []
