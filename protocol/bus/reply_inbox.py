@@ -32,7 +32,12 @@ class ReplyInbox:
         self._subscription: Subscription | None = None
 
     def __repr__(self) -> str:
-        return f"<ReplyInbox of {len(self._waiting)} requests>"
+        return f"<ReplyInbox of {self.num_waiting} requests>"
+
+    @property
+    def num_waiting(self) -> int:
+        """The requests without a reply, those that were cancelled included until their time is over."""
+        return len(self._waiting)
 
     async def open(self) -> None:
         """Subscribes, the first time that it is called."""

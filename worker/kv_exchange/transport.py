@@ -12,11 +12,10 @@ first transfer, and closed a minute after the last."""
 
 import asyncio
 import contextlib
-import secrets
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import structlog
 import xxhash
@@ -29,7 +28,6 @@ from tokenbus.protocol.bus.bus import (
     NoRespondersError,
     OutboundBufferLimitError,
     Outgoing,
-    is_no_responders,
 )
 from tokenbus.protocol.bus.reply_inbox import ReplyInbox
 from tokenbus.protocol.parts.assembly import UploadLimits, part_bytes
@@ -83,6 +81,14 @@ class Pace:
         return delay_s
 
 
+class _Line(NamedTuple):
+    """The open connection for blocks."""
+
+    bus: Bus
+    sender: PartsSender
+    replies: ReplyInbox
+
+
 class BlockTransport:
     """One worker's two ends: it reads blocks of other workers, and serves those of its `Holder`. It moves bytes and
     checks that they have arrived intact; what they mean is checked by its users."""
@@ -107,11 +113,9 @@ class BlockTransport:
         self._is_computing = is_computing
         self._own = partial(names.worker, model, worker_id)
         self._pace = Pace()
-        self._bus: Bus | None = None
-        self._sender: PartsSender | None = None
-        self._opening: asyncio.Task[Bus] | None = None
+        self._line: _Line | None = None
+        self._opening: asyncio.Task[_Line] | None = None
         self._used_at = time.monotonic()
-        self._asked: dict[str, asyncio.Future[Msg]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         bounds = UploadLimits(_MAX_QUESTION_BYTES, 4 * _MAX_QUESTION_BYTES, 4 * _MAX_QUESTION_BYTES)
         self._receiver = PartsReceiver(
@@ -122,8 +126,7 @@ class BlockTransport:
         self._log = structlog.get_logger()
 
     def __repr__(self) -> str:
-        state = "open" if self._bus else "closed"
-        return f"<BlockTransport {state}, {len(self._asked)} asked, {len(self._tasks)} being given>"
+        return f"<BlockTransport {self._line and self._line.replies!r}, {len(self._tasks)} being given>"
 
     async def open(self, serve: Callable[[str, Callback], None]) -> None:
         """Starts to accept other workers' requests; `serve` takes the name of a service, and what handles it."""
@@ -141,21 +144,20 @@ class BlockTransport:
 
     def close_if_idle(self, now: float) -> None:
         """Closes the connection for blocks if it is unused."""
-        if self._bus is not None and not self._asked and not self._tasks and now - self._used_at >= IDLE_S:
+        is_used = self._line is None or self._line.replies.num_waiting or self._tasks or now - self._used_at < IDLE_S
+        if not is_used:
             self._start(self._disconnect())
 
     async def lease(self, worker_id: str, request: internal.BlockLeaseRequest) -> "LeasedBlocks":
         """Asks another worker of the model for blocks. Raises TransferError if it offers none."""
         try:
-            bus = await self._open()
-            assert self._sender is not None
+            line = await self._open()
             subject = self._names.worker(self._model, worker_id, "kv")
-            question = await self._sender.stage(Outgoing(subject, codec.encode(request)))
-            asking = tasks.awaited(self._ask(bus, question.subject, question.payload, question.headers))
+            asking = self._ask(line, await line.sender.stage(Outgoing(subject, codec.encode(request))))
             try:
                 message = await asyncio.shield(asking)
             except asyncio.CancelledError:  # a lease granted now is given back: a holder has few of them
-                asking.add_done_callback(partial(self._give_back, bus, worker_id))
+                asking.add_done_callback(partial(self._give_back, line, worker_id))
                 raise
             lease = _leases.decode(message.data)
         except NoRespondersError as error:
@@ -164,69 +166,53 @@ class BlockTransport:
             raise TransferError("lost", str(error)) from error
         if not lease.lease:
             raise TransferError("busy" if lease.busy else "nothing", "that worker has no blocks to give now")
-        return LeasedBlocks(self, bus, self._names.worker(self._model, worker_id, "kv.read"), lease)
+        return LeasedBlocks(self, line, self._names.worker(self._model, worker_id, "kv.read"), lease)
 
-    def _give_back(self, bus: Bus, worker_id: str, asked: asyncio.Task[Msg]) -> None:
+    def _give_back(self, line: _Line, worker_id: str, asked: "asyncio.Future[Msg]") -> None:
         """Ends a lease granted to a request that has been abandoned."""
         if asked.cancelled() or asked.exception() is not None:
             return
         with contextlib.suppress(errors.RequestError):
             if (lease := _leases.decode(asked.result().data)).lease:
-                LeasedBlocks(self, bus, self._names.worker(self._model, worker_id, "kv.read"), lease).close()
+                LeasedBlocks(self, line, self._names.worker(self._model, worker_id, "kv.read"), lease).close()
 
-    async def _open(self) -> Bus:
+    async def _open(self) -> _Line:
         """Returns the connection for blocks. Raises ConnectionError and TimeoutError if it can't be made."""
         self._used_at = time.monotonic()
-        if self._bus is not None:
-            return self._bus
+        if self._line is not None:
+            return self._line
         if self._opening is None:
             self._opening = tasks.awaited(self._make_connection())
             # those still waiting get its error
             self._opening.add_done_callback(lambda task: task.cancelled() or task.exception())
         return await asyncio.shield(self._opening)  # others may wait for it, and a half-open connection can't be closed
 
-    async def _make_connection(self) -> Bus:
+    async def _make_connection(self) -> _Line:
         try:
             bus = await self._connect()
+            replies = ReplyInbox(bus, lambda token: self._own(f"kv.reply.{token}"))
             try:
-                await bus.subscribe(self._own("kv.reply.*"), self._answer)
+                await replies.open()
                 await bus.subscribe(self._own("kv.read"), self._read)
                 await bus.flush()  # the broker must know the subjects before another worker is told to use them
             except BaseException:
                 await bus.close()
                 raise
             received = ReplyInbox(bus, lambda number: self._own(f"kv.received.{number}"))
-            self._sender = PartsSender(bus, received, timeout_s=ANSWER_S, tries=1)
-            self._bus = bus
-            return bus
+            self._line = _Line(bus, PartsSender(bus, received, timeout_s=ANSWER_S, tries=1), replies)
+            return self._line
         finally:
             self._opening = None
 
     async def _disconnect(self) -> None:
-        bus, self._bus, self._sender = self._bus, None, None
-        if bus is not None:
-            await bus.close()
+        line, self._line = self._line, None
+        if line is not None:
+            await line.bus.close()
 
-    async def _ask(self, bus: Bus, subject: str, payload: bytes, headers: dict[str, str] | None = None) -> Msg:
-        """Raises NoRespondersError, TimeoutError, ConnectionError and OutboundBufferLimitError."""
-        reply = self._own(f"kv.reply.{secrets.token_hex(8)}")
-        answered: asyncio.Future[Msg] = asyncio.get_running_loop().create_future()
-        self._asked[reply] = answered
-        try:
-            bus.publish(subject, payload, reply, headers)
-            async with asyncio.timeout(ANSWER_S):
-                message = await answered
-        finally:
-            del self._asked[reply]
-            self._used_at = time.monotonic()
-        if is_no_responders(message):
-            raise NoRespondersError(subject)
-        return message
-
-    def _answer(self, message: Msg) -> None:
-        answered = self._asked.get(message.subject)
-        if answered is not None and not answered.done():
-            answered.set_result(message)
+    def _ask(self, line: _Line, message: Outgoing) -> "asyncio.Future[Msg]":
+        """Returns the answer. Its errors are NoRespondersError, TimeoutError and ConnectionError."""
+        self._used_at = time.monotonic()
+        return line.replies.request(message, ANSWER_S)
 
     def _question(self, message: Msg) -> None:
         """Handles another worker's request, a large one once all its parts have arrived."""
@@ -247,9 +233,9 @@ class BlockTransport:
         except errors.RequestError:
             return
         with contextlib.suppress(TimeoutError, ConnectionError, OutboundBufferLimitError):
-            bus = await self._open()
+            line = await self._open()
             lease = await self._holder.grant(request)
-            bus.publish(message.reply, codec.encode(lease))
+            line.bus.publish(message.reply, codec.encode(lease))
 
     def _read(self, message: Msg) -> None:
         try:
@@ -272,7 +258,7 @@ class BlockTransport:
                 await asyncio.sleep(self._pace.delay_s(len(data), time.monotonic()))
             self.given_bytes += len(data)
         with contextlib.suppress(TimeoutError, ConnectionError, OutboundBufferLimitError, ValueError):
-            (await self._open()).publish(reply, codec.encode(part))
+            (await self._open()).bus.publish(reply, codec.encode(part))
 
     def _may_answer(self, message: Msg) -> bool:
         """Whether the reply subject is one for blocks, of a worker of this model."""
@@ -287,11 +273,11 @@ class BlockTransport:
 class LeasedBlocks:
     """Blocks that another worker has promised to serve for as long as they are read."""
 
-    def __init__(self, transport: BlockTransport, bus: Bus, subject: str, lease: internal.BlockLease) -> None:
+    def __init__(self, transport: BlockTransport, line: _Line, subject: str, lease: internal.BlockLease) -> None:
         self.num_blocks = lease.num_blocks
         """The number of readable blocks, from the first one requested."""
         self._transport = transport
-        self._bus = bus
+        self._line = line
         self._subject = subject
         self._name = lease.lease
         self._turns = asyncio.Semaphore(MAX_OUTSTANDING)
@@ -299,7 +285,7 @@ class LeasedBlocks:
     async def read(self, block: int, num_bytes: int) -> bytes:
         """Returns the content of a block, given its number in the prompt and its exact size. Several may be read
         concurrently. Raises TransferError."""
-        step = part_bytes(self._bus.max_payload)
+        step = part_bytes(self._line.bus.max_payload)
         reads = [
             internal.BlockRead(lease=self._name, block=block, offset=at, num_bytes=min(step, num_bytes - at))
             for at in range(0, num_bytes, step)
@@ -313,7 +299,7 @@ class LeasedBlocks:
     def close(self) -> None:
         """Ends the lease. Nothing may be read afterwards."""
         with contextlib.suppress(ConnectionError, OutboundBufferLimitError):
-            self._bus.publish(self._subject, codec.encode(internal.BlockRead(lease=self._name)))
+            self._line.bus.publish(self._subject, codec.encode(internal.BlockRead(lease=self._name)))
 
     async def _read(self, read: internal.BlockRead) -> internal.BlockPart:
         async with self._turns:
@@ -333,5 +319,5 @@ class LeasedBlocks:
         return part
 
     async def _ask(self, read: internal.BlockRead) -> internal.BlockPart:
-        message = await self._transport._ask(self._bus, self._subject, codec.encode(read))
+        message = await self._transport._ask(self._line, Outgoing(self._subject, codec.encode(read)))
         return _parts.decode(message.data)

@@ -14,9 +14,8 @@ import structlog
 
 from tokenbus.protocol import tasks
 from tokenbus.protocol.bus import connection as nats
-from tokenbus.protocol.process.memory import resident_bytes
 from tokenbus.protocol.telemetry import tracing
-from tokenbus.protocol.wire import messages, subjects
+from tokenbus.protocol.wire import subjects
 from tokenbus.worker.adapters.adapters import AdapterFolder
 from tokenbus.worker.broker.lifeline import Lifeline
 from tokenbus.worker.broker.replica_state import ReplicaEvent, ReplicaState
@@ -30,10 +29,9 @@ from tokenbus.worker.engine_client.client import EngineClient
 from tokenbus.worker.engine_client.engine_process import EngineLink, EngineProcess
 from tokenbus.worker.engine_client.listener import EngineListener, Observation
 from tokenbus.worker.engine_client.supervisor import EngineSupervisor
-from tokenbus.worker.files import device_memory
-from tokenbus.worker.files.device_memory import DeviceMemory
 from tokenbus.worker.replica.endpoints import OnLoad, OnWant
 from tokenbus.worker.replica.frontend import Frontend
+from tokenbus.worker.replica.health import HealthMonitor
 from tokenbus.worker.settings.adapter_settings import split_tenants
 from tokenbus.worker.settings.settings import ModelToServe, WorkerSettings
 from tokenbus.worker.telemetry.metrics import ReplicaMetrics, WorkerMetrics
@@ -310,74 +308,3 @@ async def leave(
     frontend.streams.stop_begun(unguarded_only=drain.handover_s(handover_s) > 0)
     await end_engine()
     log.info("drained")
-
-
-HEALTH_INTERVAL_S = 5.0
-
-
-class HealthMonitor:
-    """The health of one replica as last read."""
-
-    def __init__(self) -> None:
-        self._began_at = time.monotonic()
-        self._engine_began_at = 0.0
-        self._config: contract.EngineConfig | None = None
-        self._due_at = 0.0
-        self.latest = self._read([])
-
-    def __repr__(self) -> str:
-        return f"<HealthMonitor {self.latest}>"
-
-    def engine_started(self, engine: EngineClient, config: contract.EngineConfig) -> None:
-        """Reads the memory of this engine from now on."""
-        self._config, self._engine_began_at, self._due_at = config, time.monotonic(), 0.0
-        self._ask(engine)
-
-    def engine_died(self) -> None:
-        """Notes that there is no engine for now."""
-        self._config, self._due_at = None, 0.0
-
-    def tick(self, now: float, engine: EngineClient) -> bool:
-        """Reads everything if it is due; returns whether it was."""
-        if now < self._due_at:
-            return False
-        self._due_at = now + HEALTH_INTERVAL_S
-        self.latest = self._read(engine.device_memory)
-        self._ask(engine)  # for the next time
-        return True
-
-    def _ask(self, engine: EngineClient) -> None:
-        if self._config is not None and any(one.name != device_memory.HOST for one in self._config.devices):
-            engine.read_memory()
-
-    def _read(self, read: list[DeviceMemory]) -> messages.WorkerHealth:
-        now, config = time.monotonic(), self._config
-        return messages.WorkerHealth(
-            devices=self._devices(read),
-            front_bytes=resident_bytes(),
-            engine_bytes=resident_bytes(config.pid) if config is not None and config.pid != os.getpid() else 0,
-            uptime_s=round(now - self._began_at, 1),
-            engine_uptime_s=0.0 if config is None else round(now - self._engine_began_at, 1),
-        )
-
-    def _devices(self, read: list[DeviceMemory]) -> list[messages.DeviceHealth]:
-        """Returns the host and the devices whose memory the engine has read."""
-        known = {} if self._config is None else {one.name: one for one in self._config.devices}
-        host = device_memory.host()
-        found = [] if host is None else [host]
-        if self._config is not None:
-            found += read
-        shown = []
-        for memory in found:
-            device = known.get(memory.device)
-            shown.append(
-                messages.DeviceHealth(
-                    name=memory.device,
-                    kind="cpu" if memory.device == device_memory.HOST else "gpu",
-                    total_bytes=memory.total_bytes,
-                    free_bytes=memory.free_bytes,
-                    description=device.description if device is not None else "",
-                    layers=device.layers if device is not None else None,
-                )
-            )
-        return shown

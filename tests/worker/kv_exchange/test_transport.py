@@ -203,8 +203,8 @@ async def test_an_answer_that_is_no_part_or_has_a_wrong_checksum_is_refused(
     lease = await b.transport.lease("a", request())
 
     async def lie(read: internal.BlockRead, reply: str) -> None:
-        assert a.transport._bus is not None
-        a.transport._bus.publish(reply, answer)
+        assert a.transport._line is not None
+        a.transport._line.bus.publish(reply, answer)
 
     monkeypatch.setattr(a.transport, "_give", lie)
     with pytest.raises(TransferError) as refused:
@@ -239,9 +239,9 @@ async def test_the_connection_is_closed_a_minute_after_its_last_use(ends: tuple[
     await b.transport.lease("a", request())
     used_at = b.transport._used_at
     b.transport.close_if_idle(used_at + transport.IDLE_S - 1)
-    assert b.transport._bus is not None
+    assert b.transport._line is not None
     b.transport.close_if_idle(used_at + transport.IDLE_S)
-    while b.transport._bus is not None:
+    while b.transport._line is not None:
         await asyncio.sleep(0.01)
     lease = await b.transport.lease("a", request())
     assert await lease.read(0, NUM_BYTES) == block(0)

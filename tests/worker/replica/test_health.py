@@ -10,7 +10,7 @@ from tokenbus.protocol.process.memory import resident_bytes
 from tokenbus.protocol.wire import messages
 from tokenbus.worker.contract.contract import EngineDevice
 from tokenbus.worker.files.device_memory import DeviceMemory
-from tokenbus.worker.replica.replica import HEALTH_INTERVAL_S, HealthMonitor
+from tokenbus.worker.replica.health import HEALTH_INTERVAL_S, MAX_AGE_S, HealthMonitor, MemoryReadings
 from tokenbus.worker.telemetry.metrics import ReplicaMetrics, WorkerMetrics
 
 GPU = DeviceMemory("CUDA0", 100, 40)
@@ -69,6 +69,23 @@ def test_an_engine_is_asked_for_the_memory_of_its_gpus_and_one_without_any_is_no
     assert (device.total_bytes, device.free_bytes) == (100, 40)
     assert monitor.latest.engine_bytes > 0
     assert engine.num_reads == 2
+
+
+def test_replicas_of_a_process_read_the_same_files_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+
+    def host() -> DeviceMemory:
+        read.append("host")
+        return DeviceMemory("host", 100, 10)
+
+    monkeypatch.setattr("tokenbus.worker.files.device_memory.host", host)
+    readings = MemoryReadings()
+    for now in (0.0, 0.1, MAX_AGE_S - 0.1):
+        assert readings.host(now) == DeviceMemory("host", 100, 10)
+    assert read == ["host"]
+    readings.host(MAX_AGE_S)
+    assert read == ["host", "host"]
+    assert readings.resident_bytes(os.getpid(), MAX_AGE_S) > 1 << 20
 
 
 def test_a_device_that_vanishes_is_not_shown_any_more() -> None:
