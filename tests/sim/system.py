@@ -95,9 +95,10 @@ class FrontendProcess:
         restart_s: float = _START_S,
         max_new_tokens: int = FrontendSettings.max_new_tokens,
         beside: Sequence[str] = (),
+        site: str = "",
     ) -> None:
-        """`beside` names more workers of the process."""
-        settings = FrontendSettings(debug=True, max_new_tokens=max_new_tokens)
+        """`beside` names more workers of the process; `site` is where it says that it runs."""
+        settings = FrontendSettings(debug=True, max_new_tokens=max_new_tokens, site=site)
         self.name = name
         self.process = world.process(name)
         self.bus = SimBus(self.process, broker)
@@ -155,14 +156,21 @@ class FrontendProcess:
 
 class RouterProcess:
     def __init__(
-        self, world: World, broker: Broker, name: str, patterns: tuple[str, ...] = (), *, knows_beats: bool = True
+        self,
+        world: World,
+        broker: Broker,
+        name: str,
+        patterns: tuple[str, ...] = (),
+        *,
+        knows_beats: bool = True,
+        site: str = "",
     ) -> None:
         """`patterns` are those of its models. One that knows no beats is like those of earlier versions."""
         self.name = name
         self._knows_beats = knows_beats
         self.process = world.process(name)
         self.bus = SimBus(self.process, broker)
-        self.process.spawn(self._live(world, RouterSettings(model_patterns=patterns)))
+        self.process.spawn(self._live(world, RouterSettings(model_patterns=patterns, site=site)))
 
     async def _live(self, world: World, settings: RouterSettings) -> None:
         self.router = Router(self.bus, subjects.Subjects(), self.name, settings, world.rng, NoopTracer())

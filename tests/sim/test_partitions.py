@@ -2,7 +2,8 @@
 
 A client of the library reads one text, and one terminal, in every history. Unless the link stood still, and delivered
 late what it held, no client is given two different tokens for one place, or new tokens of an attempt that another has
-replaced, and a simple client misses at most what was on its way when the link was cut, and reads nothing twice."""
+replaced, and a simple client misses at most what was on its way when the link was cut, and reads nothing twice. None of
+this depends on the sites that workers say they run at."""
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -35,7 +36,8 @@ class Sites:
     """Two sites with a link. Clients and routers are at each, so a client and its guardian are on the same side of a
     cut."""
 
-    def __init__(self, seed: int, latency_s: float, workers_here: int) -> None:
+    def __init__(self, seed: int, latency_s: float, workers_here: int, labels: tuple[str, str] = ("", "")) -> None:
+        """`labels` are the sites of the workers, as they say."""
         self._closing = world(seed)
         self.world = self._closing.__enter__()
         self.brokers = [Broker(self.world), Broker(self.world)]
@@ -43,8 +45,13 @@ class Sites:
         self.bridge = Bridge(self.world, *self.brokers)
         self.bridge.latency_s = latency_s
         places = [self.brokers[0]] * workers_here + [self.brokers[1]]
-        self.frontends = [FrontendProcess(self.world, at, f"w{number}") for number, at in enumerate(places)]
-        self.routers = [RouterProcess(self.world, at, f"r{number}") for number, at in enumerate(self.brokers)]
+        self.frontends = [
+            FrontendProcess(self.world, at, f"w{number}", site=labels[number]) for number, at in enumerate(places)
+        ]
+        self.routers = [
+            RouterProcess(self.world, at, f"r{number}", site=site)
+            for number, (at, site) in enumerate(zip(self.brokers, ("here", "there"), strict=True))
+        ]
         self.clients = [ClientProcess(self.world, at, f"c{number}") for number, at in enumerate(self.brokers)]
         self.simple = [SimpleClient(self.world, at, f"s{number}") for number, at in enumerate(self.brokers)]
         self.may_repeat = False
@@ -117,6 +124,7 @@ class Sites:
     seed=st.integers(0, 2**32),
     latency_s=st.sampled_from([0.0, 0.02, 0.075]),
     workers_here=st.integers(0, 1),
+    labels=st.tuples(*[st.sampled_from(["", "here", "there"])] * 2),
     events=EVENTS,
 )
 @settings(
@@ -125,9 +133,9 @@ class Sites:
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 def test_two_sites_whose_link_fails_give_every_client_one_text(
-    seed: int, latency_s: float, workers_here: int, events: list[tuple[str, float]]
+    seed: int, latency_s: float, workers_here: int, labels: tuple[str, str], events: list[tuple[str, float]]
 ) -> None:
-    sites = Sites(seed, latency_s, workers_here)
+    sites = Sites(seed, latency_s, workers_here, labels)
     try:
         for event, value in events:
             sites.happen(event, value)
