@@ -79,14 +79,16 @@ class _Pooling(CallKind[AskedT, PooledT], Generic[AskedT, PooledT, PooledResultT
         return self.to_reply(call, result)
 
     def _candidates(self, model: str) -> list[Worker]:
-        """Returns the workers that can do it now, the least busy first. Raises RequestError if none ever can."""
+        """Returns the workers that can do it now, those with the fewest of this router's calls first, and of these the
+        ones of its own site. Raises RequestError if none ever can."""
         now = time.monotonic()
         workers_for(self._fleet, model, now)  # raises RequestError if nothing serves the model
         if not any(self.operation in worker.card.features for worker in self._fleet.workers_of(model)):
             raise errors.request_error(errors.Code.UNSUPPORTED, self.unsupported, param="model")
 
-        def utilization(worker: Worker) -> tuple[int, int, float]:
-            return self._open[worker.card.address], worker.load.running + worker.load.waiting, self._rng.random()
+        def utilization(worker: Worker) -> tuple[int, bool, int, float]:
+            num_open, load = self._open[worker.card.address], worker.load
+            return num_open, self._fleet.is_distant(worker), load.running + load.waiting, self._rng.random()
 
         eligible = self._fleet.model(model).eligible(now)
         return sorted((one for one in eligible if self.operation in one.card.features), key=utilization)

@@ -176,14 +176,14 @@ class PromptTokenizer:
             return await self._any_worker.first_result(model, candidates, attempt, is_cancelled)
 
     def _candidates(self, model: str, feature: str = "") -> list[Worker]:
-        """Returns the workers that may be asked, which have a feature if it is named, last those whose tokenizers are
-        known to be unusable. Raises RequestError if there are none."""
+        """Returns the workers that may be asked, which have a feature if it is named: first those of the router's own
+        site, last those whose tokenizers are known to be unusable. Raises RequestError if there are none."""
         now = time.monotonic()
         able = self._fleet.model(model).eligible(now) or workers_for(self._fleet, model, now)
         able = [worker for worker in able if not feature or feature in worker.card.features]
         if not able:
             raise errors.request_error(errors.Code.NO_WORKER, f"no worker with the feature {feature} is available")
-        return sorted(able, key=self._tokenizers.is_broken)
+        return sorted(able, key=lambda worker: (self._tokenizers.is_broken(worker), self._fleet.is_distant(worker)))
 
     async def _pack(self, prompt: Prompt, tokenizer: Tokenizer, max_tokens: int | None) -> bytes:
         remembering = functools.partial(self._pieces.packer, tokenizer.name, prompt.tenant)
