@@ -14,7 +14,7 @@ from tokenbus.worker.files.device_memory import DeviceMemory
 
 HEALTH_INTERVAL_S = 5.0
 MAX_AGE_S = 2.0
-"""What one replica of a process has read is read again for another one after this time."""
+"""Seconds after which readings that replicas of a process share are made again."""
 
 
 class MemoryReadings:
