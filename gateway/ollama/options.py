@@ -17,7 +17,7 @@ _EFFORTS = (*reasoning.EFFORTS, "max")
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The `options` of a request. Those up to `stop` are served, with the limits of the wire."""
+    """The `options` of a request. Those up to `reasoning_effort` are served, with the limits of the wire."""
 
     seed: int | None = None
     """Negative: a random one."""
@@ -33,6 +33,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     stop: str | list[str] | None = None
+    reasoning_effort: str | None = None
+    """Open WebUI's, and not Ollama's: an effort for requests without `think`."""
     mirostat: int | None = None
     """This and the three below are samplers that are not served: they are refused unless they are turned off."""
     tfs_z: float | None = None
@@ -132,17 +134,19 @@ class OllamaRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     def thinking_fields(self) -> dict[str, Any]:
         """Returns the fields of a wire request for a conversation that say whether its model reasons."""
-        match self.think:
+        effort = None if self.options is None else self.options.reasoning_effort
+        place, given = ("think", self.think) if self.think is not None else ("options.reasoning_effort", effort)
+        match given:
             case None:
                 return {}
             case bool():
-                return {"chat_template_kwargs": {"enable_thinking": self.think}} | (
-                    {} if self.think else {"reasoning": wire.ReasoningOptions(effort="none")}
+                return {"chat_template_kwargs": {"enable_thinking": given}} | (
+                    {} if given else {"reasoning": wire.ReasoningOptions(effort="none")}
                 )
             case effort if effort not in _EFFORTS:
-                raise errors.invalid_field(
-                    "think", f"must be true, false, {', '.join(_EFFORTS[:-1])} or {_EFFORTS[-1]}, got {effort[:40]!r}"
-                )
+                switches = "true, false, " if place == "think" else ""
+                allowed = f"{switches}{', '.join(_EFFORTS[:-1])} or {_EFFORTS[-1]}"
+                raise errors.invalid_field(place, f"must be {allowed}, got {effort[:40]!r}")
             case effort:
                 return {
                     "reasoning": wire.ReasoningOptions(effort=effort),

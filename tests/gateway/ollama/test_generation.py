@@ -115,6 +115,7 @@ def test_settings_of_loading_and_samplers_that_are_off_have_no_effect() -> None:
         ({"think": "x" * 65}, "think"),
         ({"think": 5}, "think"),
         ({"think": "foo"}, "think"),
+        ({"options": {"reasoning_effort": "foo"}}, "options.reasoning_effort"),
         ({"options": {"seed": 2**63}}, "options.seed"),
         ({"keep_alive": "soon"}, "keep_alive"),
         ({"keep_alive": []}, "keep_alive"),
@@ -168,8 +169,10 @@ def test_thinking_is_turned_on_off_or_given_an_effort() -> None:
         {"enable_thinking": False},
         messages.ReasoningOptions(effort="none"),
     )
-    low = request_of(complete(prompt="a", think="low"))
-    assert low.chat_template_kwargs == {"enable_thinking": True, "reasoning_effort": "low"}
+    for fields in ({"think": "low"}, {"options": {"reasoning_effort": "low"}}):
+        low = request_of(complete(prompt="a", **fields))
+        assert low.chat_template_kwargs == {"enable_thinking": True, "reasoning_effort": "low"}
+    assert request_of(chat(think=False, options={"reasoning_effort": "low"})).reasoning == off.reasoning
     assert low.reasoning == messages.ReasoningOptions(effort="low")
 
 
