@@ -17,7 +17,7 @@ import pytest
 from tests.support.models import random_encoder
 from tests.support.models.random_encoder import EncoderShape
 from tests.support.system import Gateway, running_gateway, running_worker, up_with_output
-from tokenbus.gateway import openapi
+from tokenbus.gateway import openapi, refused_paths
 from tokenbus.gateway.dialects import DIALECTS
 
 SAID = [{"role": "user", "content": "What is the capital of Avaria?"}]
@@ -181,6 +181,18 @@ def test_a_compressed_body_is_served(base_url: str) -> None:
     assert post(base_url, "/v1/completions", body, **{"Content-Encoding": "gzip"})[0] == 200
     status, refused = post(base_url, "/v1/completions", body, **{"Content-Encoding": "br"})
     assert (status, "gzip, deflate or zstd" in refused["error"]["message"]) == (415, True)
+
+
+def test_a_known_path_that_is_not_served_is_refused_with_what_to_use(base_url: str) -> None:
+    for one in refused_paths.REFUSED:
+        for method in one.methods:
+            if method == "POST":
+                status, refused = post(base_url, one.path, b"no JSON")
+            else:
+                with pytest.raises(urllib.error.HTTPError) as raised:
+                    get(base_url, one.path)
+                status, refused = raised.value.code, json.loads(raised.value.read())
+            assert (status, refused["error"]["message"]) == (400, one.problem), one
 
 
 def test_the_root_says_what_this_is_to_programs_and_to_people(base_url: str) -> None:
