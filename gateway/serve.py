@@ -10,7 +10,7 @@ import structlog
 from starlette.types import ASGIApp
 
 from tokenbus.client.wire.wire_client import WireClient
-from tokenbus.gateway.admission.callers import Callers
+from tokenbus.gateway.admission.callers import Callers, Tokens
 from tokenbus.gateway.admission.concurrency_limit import ConcurrencyLimit
 from tokenbus.gateway.admission.metrics import ClosedConnections, GatewayMetrics
 from tokenbus.gateway.admission.settings import GatewaySettings
@@ -61,7 +61,7 @@ async def serve(settings: GatewaySettings, read_settings: Callable[[], GatewaySe
             await watch.open()
             stack.callback(tasks.background("watch keys", watch.watch()).cancel)
         ring = None if watch is None else watch.ring
-        tenants = Tenants(client, settings, Callers(settings.api_keys, ring, measured))
+        tenants = Tenants(client, settings, Callers(settings.api_keys, ring, measured, _tokens(settings)))
         stack.callback(tasks.background("release tenants", tenants.tend()).cancel)
         storage = StorageLimits(settings.stored_responses_s, settings.stored_responses_bytes)
         records = await Records.open(connection, settings.prefix, storage, measured)
@@ -82,6 +82,14 @@ async def serve(settings: GatewaySettings, read_settings: Callable[[], GatewaySe
         await stack.enter_async_context(status.serving(settings.status_page, page.registry, routes.unready_reason))
         signals.on_hangup(read_settings, gateway.apply_settings)
         await gateway.run(listening, connection, stop)
+
+
+def _tokens(settings: GatewaySettings) -> Tokens | None:
+    if not settings.oidc.issuer:
+        return None
+    from tokenbus.gateway.admission.oidc import OidcTokens  # its library is an extra of its own
+
+    return OidcTokens(settings.oidc, settings.tenant)
 
 
 class Gateway:

@@ -18,6 +18,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "worker-onnx": (*_WORKER, "onnx", "onnxruntime"),
     "bench": ("numpy",),
     "traces": ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"),
+    "oidc": ("jwt", "cryptography"),
     "up": (*_GATEWAY, *_WORKER),
 }
 """Top-level modules by extra, except for those that every installation has. Those of `up` are enough for any engine:

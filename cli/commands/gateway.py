@@ -3,11 +3,12 @@
 import argparse
 
 from tokenbus.cli.console import config, connection_flags, key_flags, serve
-from tokenbus.cli.console.arguments import COUNT, INTERVAL, NAME, PORT, SECONDS, SWITCH, real, text, whole
+from tokenbus.cli.console.arguments import COUNT, INTERVAL, NAME, PORT, SECONDS, SWITCH, URL, real, text, whole
 from tokenbus.cli.console.flags import Parser, fields_of
 from tokenbus.gateway.admission import keys
 from tokenbus.gateway.admission.aliases import Aliases
-from tokenbus.gateway.admission.settings import GatewaySettings
+from tokenbus.gateway.admission.settings import GatewaySettings, OidcSettings
+from tokenbus.protocol import extras
 
 _DEFAULTS = GatewaySettings()
 _MONTH_S = 30 * 86_400
@@ -30,6 +31,13 @@ def add_flags(parser: Parser) -> None:
     flag("--tenant-inbox", text("PREFIX"), inbox, unset="--nats-inbox")
     flag = key_flags.add_flags(parser)
     flag("--revoke-ends-streams", SWITCH, "end the open streams of a key that is revoked")
+    flag = parser.group("OpenID Connect")
+    issuer = "issuer whose tokens are taken as keys, e.g. https://login.example.org; needs the extra `oidc`"
+    flag("--oidc-issuer", URL, issuer, "")
+    flag("--oidc-audience", NAME, "audience that a token must have: the name of this service at the issuer", "")
+    flag("--oidc-tenant-claim", NAME, "claim that names the tenant, e.g. tenant", "", unset="all are of --tenant")
+    role = "claim with the role (user, viewer or operator), or a list with one, e.g. realm_access.roles"
+    flag("--oidc-role-claim", NAME, role, "", unset="all are users")
     flag = parser.group("limits", _DEFAULTS)
     flag("--max-requests", whole(1), "completions that may be open at a time", reloads=True)
     connections = "HTTP connections per client address; 0: no limit, for use behind a proxy that sets its own"
@@ -66,7 +74,11 @@ class SettingsFactory:
 
 def settings_of(options: argparse.Namespace) -> GatewaySettings:
     """Returns the settings that parsed flags describe. Raises ValueError."""
+    if options.oidc_issuer:
+        extras.require("oidc", "--oidc-issuer")
+    claims = (options.oidc_tenant_claim, options.oidc_role_claim)
     return GatewaySettings(
+        oidc=OidcSettings(options.oidc_issuer, options.oidc_audience, *claims),
         broker=connection_flags.settings_of(options),
         key_settings=key_flags.settings_of(options),
         api_keys=keys.ApiKeys(config.api_keys() + options.api_key, anonymous_tenant=options.tenant),

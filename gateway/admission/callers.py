@@ -3,7 +3,7 @@
 import time
 from collections import Counter as Tally
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import structlog
 
@@ -17,6 +17,7 @@ from tokenbus.protocol.access.keys import Role
 
 _LOG_INTERVAL_S = 10.0
 _FORBIDDEN = "forbidden"
+_DOTS_OF_TOKEN = 2
 
 
 class Caller(NamedTuple):
@@ -30,14 +31,23 @@ class Caller(NamedTuple):
     """Patterns of the models that are listed for them."""
 
 
+class Tokens(Protocol):
+    """Tokens that stand for callers, in place of keys."""
+
+    async def caller_of(self, token: str) -> Caller:
+        """Raises KeyRefusedError."""
+        ...
+
+
 class Callers:
-    """Tells callers by the gateway's own keys, and by those of the fleet."""
+    """Tells callers by the gateway's own keys, by those of the fleet, and by tokens."""
 
     def __init__(
         self,
         api_keys: ApiKeys,
         ring: KeyRing | None,
         measured: GatewayMetrics,
+        tokens: Tokens | None = None,
         now: Callable[[], float] = time.time,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -45,6 +55,7 @@ class Callers:
         self.api_keys = api_keys
         self.ring = ring
         self._metrics = measured
+        self._tokens = tokens
         self._now = now
         self._clock = clock
         self._unlogged: Tally[str] = Tally()
@@ -54,24 +65,31 @@ class Callers:
         return f"<Callers {self.api_keys!r} {self.ring!r}>"
 
     @property
+    def _has_others(self) -> bool:
+        """Whether there are other ways to be known than by the gateway's own keys."""
+        return self.ring is not None or self._tokens is not None
+
+    @property
     def tenants(self) -> set[str]:
         """The tenants of all keys."""
         known = set() if self.ring is None else {record.tenant for record in self.ring}
         return known if known and self.api_keys.allows_anonymous else known | self.api_keys.tenants
 
-    def identify(self, headers: Mapping[str, str]) -> Caller:
+    async def identify(self, headers: Mapping[str, str]) -> Caller:
         """Returns the sender of a request with these headers, decoded as Latin-1. Raises ApiError."""
-        if self.ring is None or not self.api_keys.allows_anonymous:
+        if not self._has_others or not self.api_keys.allows_anonymous:
             tenant = self.api_keys.tenant_of(headers)
             if tenant is not None:
                 return Caller(tenant)
         key = key_in(headers)
-        if key is None or self.ring is None:
-            raise self._refused(KeyProblem.INVALID, None, http_errors.INVALID_API_KEY)
         try:
+            if key is not None and self._tokens is not None and key.count(".") == _DOTS_OF_TOKEN:
+                return await self._tokens.caller_of(key)
+            if key is None or self.ring is None:
+                raise self._refused(KeyProblem.INVALID, None, http_errors.INVALID_API_KEY)
             record = self.ring.find(key, self._now(), self._clock())
         except KeyRefusedError as error:
-            raise self._refused(error.problem, keys.id_of(key), http_errors.key_refused(error)) from error
+            raise self._refused(error.problem, keys.id_of(key or ""), http_errors.key_refused(error)) from error
         return Caller(record.tenant, record.id, record.role, record.models)
 
     def check_requests(self, caller: Caller) -> None:
@@ -89,7 +107,8 @@ class Callers:
         self._metrics.keys_refused.labels(reason).inc()
         self._unlogged[reason] += 1
         clock = self._clock()
-        if self.ring is not None and clock - self._logged_at.get(reason, -_LOG_INTERVAL_S) >= _LOG_INTERVAL_S:
+        is_due = clock - self._logged_at.get(reason, -_LOG_INTERVAL_S) >= _LOG_INTERVAL_S
+        if is_due and self._has_others:
             self._logged_at[reason] = clock
             count = self._unlogged.pop(reason)
             structlog.get_logger().warning("keys_refused", reason=reason, key_id=key_id, count=count)

@@ -1,6 +1,7 @@
 """The settings of a gateway."""
 
 import dataclasses
+import urllib.parse
 
 from tokenbus.gateway.admission.aliases import Aliases
 from tokenbus.gateway.admission.keys import ApiKeys
@@ -8,6 +9,34 @@ from tokenbus.protocol.access.key_source import KeySettings
 from tokenbus.protocol.bus import connection as nats
 from tokenbus.protocol.telemetry import status
 from tokenbus.protocol.wire import subjects
+
+
+@dataclasses.dataclass(frozen=True)
+class OidcSettings:
+    """Whose tokens are taken beside keys, and which of their claims say who sends them."""
+
+    issuer: str = ""
+    """URL of the OpenID Connect issuer whose tokens are taken as keys; if empty, none are."""
+    audience: str = ""
+    """The audience that a token must have: the name of this service at the issuer."""
+    tenant_claim: str = ""
+    """The claim that names the tenant, such as `tenant` or `resource.tenant`; if empty, all are of --tenant."""
+    role_claim: str = ""
+    """The claim with the role, or a list with one: `user`, `viewer` or `operator`; if empty, all are users."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for an issuer that can't be trusted, and for one without an audience."""
+        if self.issuer:
+            check_issuer_url(self.issuer)
+        if self.issuer and not self.audience:
+            raise ValueError("--oidc-issuer needs --oidc-audience: its tokens for other services are not for this one")
+
+
+def check_issuer_url(url: str) -> None:
+    """Raises ValueError for a URL whose content anyone on the network may have made."""
+    parts = urllib.parse.urlsplit(url)
+    if parts.scheme != "https" and (parts.scheme != "http" or parts.hostname not in ("localhost", "127.0.0.1", "::1")):
+        raise ValueError(f"--oidc-issuer must be an https URL, also for its keys, got {url[:200]!r}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +59,7 @@ class GatewaySettings:
     """Keys that this gateway alone knows, which have a tenant and nothing else."""
     key_settings: KeySettings = dataclasses.field(default_factory=KeySettings)
     """Where the keys of the whole fleet are."""
+    oidc: OidcSettings = dataclasses.field(default_factory=OidcSettings)
     revoke_ends_streams: bool = False
     """End the open streams of a key that is revoked, instead of letting them finish."""
     aliases: Aliases = dataclasses.field(default_factory=Aliases)
@@ -58,4 +88,4 @@ class GatewaySettings:
     @property
     def allows_anonymous(self) -> bool:
         """Whether requests need no key."""
-        return self.api_keys.allows_anonymous and not self.key_settings.are_used
+        return self.api_keys.allows_anonymous and not self.key_settings.are_used and not self.oidc.issuer

@@ -80,7 +80,7 @@ class Tenants:
         """Yields the tenant of a request, until that has ended. One that only looks on asks nothing of a model.
 
         Raises ApiError if its key is refused, and RequestError if the broker is away."""
-        caller = self.callers.identify(request.headers)
+        caller = await self.callers.identify(request.headers)
         if not looks_on:
             self.callers.check_requests(caller)
         found = self._open.get(caller.tenant) or await self._opened(caller.tenant)

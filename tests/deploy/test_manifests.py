@@ -256,3 +256,15 @@ def test_the_entrypoint_of_a_worker_in_compose_writes_its_grace_period_to_the_fi
     parser = catalog.make_parser("worker")
     config.apply(parser, "worker", config.read(tmp_path / "worker.toml"), "worker.toml")
     assert parser.get_default("grace_s") == 10
+
+
+def test_with_keys_compose_changes_services_that_there_are_and_keeps_what_the_broker_stores() -> None:
+    whole, more = (yaml.safe_load((DEPLOY / file).read_text()) for file in ("compose.yaml", "compose.keys.yaml"))
+    assert more["services"].keys() == {"nats", "router", "gateway"} <= whole["services"].keys()
+    broker = more["services"]["nats"]
+    assert broker["command"] == [*whole["services"]["nats"]["command"], "-js", "-sd", "/data"]
+    assert broker["volumes"] == ["nats:/data"]
+    assert "nats" in more["volumes"]
+    for name in ("router", "gateway"):
+        assert more["services"][name]["environment"] == {"TOKENBUS_KEYS": "bucket"}
+        assert "environment" not in whole["services"][name], "it would be merged: look at both"

@@ -17,7 +17,7 @@ ALSO = {
     "protocol": ("router", "traces"),
     "worker": ("worker", "worker-onnx", "onnx-gpu"),
     "router": ("router",),
-    "gateway": ("gateway",),
+    "gateway": ("gateway", "oidc"),
     "auth": ("gateway",),
     "replay": ("bench",),
     "cli": ("server",),

@@ -85,7 +85,7 @@ def required_in(path: str) -> set[str]:
 
 def of_command(command: str) -> set[str]:
     """The modules that are there when a command runs."""
-    own = set(extras.MODULES[needs.EXTRAS[command]])
+    own = set(extras.MODULES[needs.EXTRAS[command]]) | set(extras.MODULES["oidc"])  # which a flag asks for
     return BASE | own | (OF_ENGINES if own >= set(extras.MODULES["worker-core"]) else set())
 
 

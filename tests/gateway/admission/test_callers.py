@@ -35,14 +35,14 @@ class Door:
     def __init__(self, *pairs: str, ring: KeyRing | None = None) -> None:
         self.now, self.clock = NOW, 1_000.0
         self.metrics = GatewayMetrics()
-        self.callers = Callers(ApiKeys(pairs), ring, self.metrics, lambda: self.now, lambda: self.clock)
+        self.callers = Callers(ApiKeys(pairs), ring, self.metrics, now=lambda: self.now, clock=lambda: self.clock)
 
-    def caller(self, key: str) -> Caller:
-        return self.callers.identify({"authorization": f"Bearer {key}"})
+    async def caller(self, key: str) -> Caller:
+        return await self.callers.identify({"authorization": f"Bearer {key}"})
 
-    def refusal(self, key: str | None) -> ErrorResponse:
+    async def refusal(self, key: str | None) -> ErrorResponse:
         with pytest.raises(ApiError) as raised:
-            self.callers.identify({} if key is None else {"x-api-key": key})
+            await self.callers.identify({} if key is None else {"x-api-key": key})
         return raised.value.response
 
     def num_refused(self, reason: str) -> float:
@@ -50,36 +50,36 @@ class Door:
         return next(one.value for one in samples if one.labels == {"reason": reason} and one.name.endswith("_total"))
 
 
-def test_without_keys_everyone_is_the_gateways_tenant() -> None:
-    assert Door().caller("anything") == Caller("default")
+async def test_without_keys_everyone_is_the_gateways_tenant() -> None:
+    assert (await Door().caller("anything")) == Caller("default")
 
 
-def test_a_key_of_the_gateway_has_a_tenant_and_no_id() -> None:
-    assert Door("one=acme", ring=ring_of()).caller("one") == Caller("acme")
+async def test_a_key_of_the_gateway_has_a_tenant_and_no_id() -> None:
+    assert (await Door("one=acme", ring=ring_of()).caller("one")) == Caller("acme")
 
 
 @pytest.mark.parametrize("header", ["authorization", "x-api-key", "api-key"])
-def test_a_key_of_the_fleet_has_all_that_its_record_says(header: str) -> None:
+async def test_a_key_of_the_fleet_has_all_that_its_record_says(header: str) -> None:
     text, record = made(role=Role.OPERATOR, models=("chat-*",))
     door = Door("one=other", ring=ring_of(record))
-    found = door.callers.identify({header: f"Bearer {text}" if header == "authorization" else text})
+    found = await door.callers.identify({header: f"Bearer {text}" if header == "authorization" else text})
     assert found == Caller("acme", record.id, Role.OPERATOR, ("chat-*",))
 
 
-def test_once_the_fleet_has_keys_none_are_let_in_without_one() -> None:
+async def test_once_the_fleet_has_keys_none_are_let_in_without_one() -> None:
     door = Door(ring=ring_of())
-    assert door.refusal(None) == INVALID_API_KEY
-    assert door.refusal("") == INVALID_API_KEY
-    assert door.refusal(f"tb_aaaaaaaaaa_{'x' * 43}") == INVALID_API_KEY
+    assert (await door.refusal(None)) == INVALID_API_KEY
+    assert (await door.refusal("")) == INVALID_API_KEY
+    assert (await door.refusal(f"tb_aaaaaaaaaa_{'x' * 43}")) == INVALID_API_KEY
     assert door.num_refused("invalid") == 3
 
 
-def test_a_secret_under_the_id_of_another_key_is_as_wrong_as_any() -> None:
+async def test_a_secret_under_the_id_of_another_key_is_as_wrong_as_any() -> None:
     (first, one), (second, other) = made(), made(tenant="other")
     door = Door(ring=ring_of(one, other))
     forged = f"tb_{one.id}_{second[14:]}"
     assert len(forged) == len(first)
-    assert door.refusal(forged) == INVALID_API_KEY
+    assert (await door.refusal(forged)) == INVALID_API_KEY
 
 
 @pytest.mark.parametrize(
@@ -90,37 +90,37 @@ def test_a_secret_under_the_id_of_another_key_is_as_wrong_as_any() -> None:
         ({"not_before": NOW + 1}, "is not valid yet"),
     ],
 )
-def test_a_key_that_is_not_valid_now_is_told_why(fields: dict[str, float], words: str) -> None:
+async def test_a_key_that_is_not_valid_now_is_told_why(fields: dict[str, float], words: str) -> None:
     text, record = made(**fields)
     door = Door(ring=ring_of(record))
-    refusal = door.refusal(text)
+    refusal = await door.refusal(text)
     assert (refusal.status, refusal.code, refusal.retryable) == (401, "invalid_api_key", False)
     assert refusal.message == f"the API key {record.id} {words}"
     assert door.num_refused("not_valid_now") == 1
 
 
-def test_an_old_secret_is_a_key_until_its_grace_is_over() -> None:
+async def test_an_old_secret_is_a_key_until_its_grace_is_over() -> None:
     text, record = made()
     new = keys.new_key(record.id)
     rotated = KeyRecord(id=record.id, hash=new.hash, tenant="acme", old_secret=OldSecret(record.hash, NOW + 10))
     door = Door(ring=ring_of(rotated))
-    assert door.caller(text).key_id == door.caller(new.text).key_id == record.id
+    assert (await door.caller(text)).key_id == (await door.caller(new.text)).key_id == record.id
     door.now += 10
-    assert door.refusal(text) == INVALID_API_KEY
+    assert (await door.refusal(text)) == INVALID_API_KEY
 
 
-def test_while_the_store_is_silent_known_keys_are_let_in_for_a_while_and_others_are_told_to_wait() -> None:
+async def test_while_the_store_is_silent_known_keys_are_let_in_for_a_while_and_others_are_told_to_wait() -> None:
     text, record = made()
     unknown, _ = made()
     door = Door("one=other", ring=ring_of(record))
     door.clock += 299
-    assert door.caller(text).tenant == "acme"
-    refusal = door.refusal(unknown)
+    assert (await door.caller(text)).tenant == "acme"
+    refusal = await door.refusal(unknown)
     assert (refusal.status, refusal.code, refusal.retryable) == (503, "keys_unavailable", True)
     assert "retry-after" in refusal.headers
     door.clock += 2
-    assert door.refusal(text).code == "keys_unavailable"
-    assert door.caller("one").tenant == "other", "the gateway's own keys need no store"
+    assert (await door.refusal(text)).code == "keys_unavailable"
+    assert (await door.caller("one")).tenant == "other", "the gateway's own keys need no store"
 
 
 def test_the_tenants_are_those_of_all_keys() -> None:

@@ -61,7 +61,11 @@ class Stage:
         self.broker = Broker()
         self.clock = 1_000.0
         callers = Callers(
-            api_keys, ring_of(*records) if records else None, GatewayMetrics(), lambda: NOW, lambda: self.clock
+            api_keys,
+            ring_of(*records) if records else None,
+            GatewayMetrics(),
+            now=lambda: NOW,
+            clock=lambda: self.clock,
         )
         client = cast(WireClient, self.broker)
         self.tenants = Tenants(client, GatewaySettings(api_keys=api_keys), callers, lambda: self.clock)

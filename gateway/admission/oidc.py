@@ -1,0 +1,170 @@
+"""Tells callers by the tokens of an OpenID Connect issuer, whose public keys are fetched and kept for an hour."""
+
+import asyncio
+import json
+import time
+import urllib.request
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, NoReturn
+
+import jwt
+import structlog
+
+from tokenbus.gateway.admission.callers import Caller
+from tokenbus.gateway.admission.settings import OidcSettings, check_issuer_url
+from tokenbus.protocol.access.key_ring import KeyProblem, KeyRefusedError
+from tokenbus.protocol.access.keys import Role
+from tokenbus.protocol.wire import subjects
+
+_ALGORITHMS = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA")
+"""Only those with a public key: with a shared one, whoever knows the public key could sign."""
+_LEEWAY_S = 30.0
+"""Clocks may differ by so much."""
+_KEPT_S = 3_600.0
+_STALE_S = 86_400.0
+"""Keys are used for so long while the issuer can't be reached."""
+_LEAST_INTERVAL_S = 10.0
+"""The issuer is not asked more often, however many tokens name unknown keys."""
+_TIMEOUT_S = 5.0
+_MAX_BYTES = 1024 * 1024
+_MAX_KEYS = 64
+_BY_POWER = (Role.OPERATOR, Role.USER, Role.VIEWER)
+
+
+class OidcTokens:
+    """Checks tokens. One that is accepted has a tenant and a role, and no key's id."""
+
+    def __init__(
+        self,
+        settings: OidcSettings,
+        default_tenant: str,
+        fetch: Callable[[str], Awaitable[bytes]] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`fetch` returns what is at a URL, and raises OSError or ValueError."""
+        self._settings = settings
+        self._default_tenant = default_tenant
+        self._fetch = fetch or _fetch
+        self._clock = clock
+        self._keys: dict[str, jwt.PyJWK] = {}
+        self._fetched_at = self._asked_at = float("-inf")
+        self._asking = asyncio.Lock()
+
+    def __repr__(self) -> str:
+        return f"<OidcTokens of {self._settings.issuer}, {len(self._keys)} keys>"
+
+    async def caller_of(self, token: str) -> Caller:
+        """Returns who a token stands for. Raises KeyRefusedError."""
+        try:
+            kid = str(jwt.get_unverified_header(token).get("kid", ""))
+        except jwt.PyJWTError as error:
+            raise KeyRefusedError(KeyProblem.INVALID, "the token can't be read") from error
+        key = await self._key(kid)
+        try:
+            claims = jwt.decode(
+                token,
+                key.key,
+                _ALGORITHMS,
+                {"require": ["exp", "iss", "aud"]},
+                audience=self._settings.audience,
+                issuer=self._settings.issuer,
+                leeway=_LEEWAY_S,
+            )
+        except (jwt.InvalidSignatureError, jwt.InvalidKeyError, jwt.InvalidAlgorithmError, TypeError) as error:
+            raise KeyRefusedError(KeyProblem.INVALID, "the token's signature is wrong") from error
+        except (jwt.PyJWTError, ValueError) as error:
+            _refuse(str(error))
+        return Caller(self._tenant_of(claims), role=self._role_of(claims))
+
+    def _tenant_of(self, claims: Mapping[str, Any]) -> str:
+        claim = self._settings.tenant_claim
+        tenant = _claim(claims, claim) if claim else self._default_tenant
+        try:
+            subjects.encode_name(tenant if isinstance(tenant, str) else "")
+        except ValueError:
+            _refuse(f"the claim {claim} names no tenant")
+        return str(tenant)
+
+    def _role_of(self, claims: Mapping[str, Any]) -> Role:
+        claim = self._settings.role_claim
+        if not claim:
+            return Role.USER
+        found = _claim(claims, claim)
+        named = found if isinstance(found, list) else [found]
+        roles = [role for role in _BY_POWER if str(role) in named]
+        if not roles:
+            _refuse(f"the claim {claim} names no role: {', '.join(Role)}")
+        return roles[0]
+
+    async def _key(self, kid: str) -> jwt.PyJWK:
+        """Returns a public key of the issuer. Raises KeyRefusedError."""
+        if kid not in self._keys or self._clock() - self._fetched_at >= _KEPT_S:
+            async with self._asking:
+                if self._clock() - self._asked_at >= _LEAST_INTERVAL_S:
+                    await self._ask()
+        if self._clock() - self._fetched_at >= _STALE_S:
+            raise KeyRefusedError(KeyProblem.UNAVAILABLE, "the issuer of tokens can't be reached now: try again later")
+        if kid not in self._keys:
+            raise KeyRefusedError(KeyProblem.INVALID, "the token is signed with an unknown key")
+        return self._keys[kid]
+
+    async def _ask(self) -> None:
+        """Fetches the issuer's keys; keeps the ones before if that fails."""
+        self._asked_at = self._clock()
+        issuer = self._settings.issuer
+        try:
+            found = json.loads(await self._fetch(f"{issuer.rstrip('/')}/.well-known/openid-configuration"))
+            if found["issuer"] != issuer:
+                raise ValueError(f"it says that it is {str(found['issuer'])[:100]}")
+            check_issuer_url(found["jwks_uri"])
+            entries = json.loads(await self._fetch(found["jwks_uri"]))["keys"]
+            self._keys = _read_keys(entries[:_MAX_KEYS])
+            self._fetched_at = self._clock()
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            structlog.get_logger().warning("issuer_unreachable", url=issuer, error=f"{type(error).__name__}: {error}")
+
+
+def _read_keys(entries: list[dict[str, Any]]) -> dict[str, jwt.PyJWK]:
+    """Returns the public keys for signatures by their ids, without those of kinds that are not known here."""
+    keys = {}
+    for entry in entries:
+        if entry.get("use", "sig") != "sig" or entry.get("kty") not in ("RSA", "EC", "OKP"):
+            continue
+        try:
+            keys[str(entry.get("kid", ""))] = jwt.PyJWK.from_dict(entry)
+        except jwt.PyJWTError:
+            continue
+    return keys
+
+
+def _claim(claims: Mapping[str, Any], path: str) -> Any:
+    """Returns a claim; dots lead into objects, as in `realm_access.roles`, unless a claim has the whole name."""
+    if path in claims:
+        return claims[path]
+    found: Any = claims
+    for name in path.split("."):
+        found = found.get(name) if isinstance(found, dict) else None
+    return found
+
+
+def _refuse(problem: str) -> NoReturn:
+    raise KeyRefusedError(KeyProblem.NOT_VALID_NOW, f"the token is not valid here: {problem}")
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    def redirect_request(self, *args: Any, **options: Any) -> None:
+        return None
+
+
+_opener = urllib.request.build_opener(_NoRedirects)
+
+
+async def _fetch(url: str) -> bytes:
+    def read() -> bytes:
+        with _opener.open(url, timeout=_TIMEOUT_S) as response:
+            content: bytes = response.read(_MAX_BYTES + 1)
+        if len(content) > _MAX_BYTES:
+            raise ValueError(f"its answer has more than {_MAX_BYTES} bytes")
+        return content
+
+    return await asyncio.to_thread(read)

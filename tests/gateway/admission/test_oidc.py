@@ -1,0 +1,219 @@
+"""A gateway takes the tokens of its issuer that are for it, and no others."""
+
+import contextlib
+import http.server
+import json
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jwt
+import pytest
+from cryptography.hazmat.primitives.asymmetric import ec, rsa
+from jwt.algorithms import ECAlgorithm, RSAAlgorithm
+
+from tests.gateway.admission.test_callers import made, ring_of
+from tokenbus.cli import main
+from tokenbus.cli.commands import gateway
+from tokenbus.gateway.admission.callers import Caller, Callers
+from tokenbus.gateway.admission.keys import ApiKeys
+from tokenbus.gateway.admission.metrics import GatewayMetrics
+from tokenbus.gateway.admission.oidc import OidcTokens
+from tokenbus.gateway.admission.settings import OidcSettings
+from tokenbus.protocol import extras
+from tokenbus.protocol.access.key_ring import KeyProblem, KeyRefusedError
+from tokenbus.protocol.access.keys import Role
+
+ISSUER = "https://login.example.org/realm"
+_RSA = rsa.generate_private_key(65_537, 2_048)
+_EC = ec.generate_private_key(ec.SECP256R1())
+_OTHER = rsa.generate_private_key(65_537, 2_048)
+
+
+def public(kid: str) -> dict[str, Any]:
+    """The issuer's entry for a key."""
+    found = RSAAlgorithm.to_jwk(_RSA.public_key()) if kid == "rsa" else ECAlgorithm.to_jwk(_EC.public_key())
+    return json.loads(found) | {"kid": kid, "use": "sig"}
+
+
+class Issuer:
+    """An issuer without a network, which may be away, and whose clock a test sets."""
+
+    def __init__(self, tenant_claim: str = "", role_claim: str = "") -> None:
+        self.clock = 1_000.0
+        self.keys: list[Any] = [public("rsa"), {"kty": "oct", "k": "c2VjcmV0", "kid": "shared"}, {"kty": "RSA"}]
+        self.asked: list[str] = []
+        self.is_away = False
+        self.issuer = ISSUER
+        settings = OidcSettings(ISSUER, "tokenbus", tenant_claim, role_claim)
+        self.tokens = OidcTokens(settings, "default", self.fetch, lambda: self.clock)
+
+    async def fetch(self, url: str) -> bytes:
+        self.asked.append(url)
+        if self.is_away:
+            raise ConnectionRefusedError("away")
+        if url.endswith("/.well-known/openid-configuration"):
+            return json.dumps({"issuer": self.issuer, "jwks_uri": f"{ISSUER}/keys"}).encode()
+        return json.dumps({"keys": self.keys}).encode()
+
+    async def problem(self, token: str) -> KeyRefusedError:
+        with pytest.raises(KeyRefusedError) as raised:
+            await self.tokens.caller_of(token)
+        return raised.value
+
+
+def token_of(kid: str = "rsa", key: Any = None, algorithm: str = "", **claims: Any) -> str:
+    told = {"iss": ISSUER, "aud": "tokenbus", "sub": "someone", "exp": time.time() + 600} | claims
+    signer, usual = (_RSA, "RS256") if kid == "rsa" else (_EC, "ES256")
+    return jwt.encode(told, key or signer, algorithm or usual, headers={"kid": kid})
+
+
+async def test_a_token_of_the_issuer_is_a_user_of_the_gateways_tenant() -> None:
+    issuer = Issuer()
+    assert await issuer.tokens.caller_of(token_of()) == Caller("default")
+    assert await issuer.tokens.caller_of(token_of(aud=["other", "tokenbus"])) == Caller("default")
+    assert issuer.asked == [f"{ISSUER}/.well-known/openid-configuration", f"{ISSUER}/keys"], "once for both"
+
+
+async def test_claims_name_tenant_and_role_also_within_objects_and_lists() -> None:
+    issuer = Issuer("resource.tenant", "roles")
+    token = token_of(resource={"tenant": "acme"}, roles=["offline_access", "viewer", "operator"])
+    assert await issuer.tokens.caller_of(token) == Caller("acme", role=Role.OPERATOR)
+    assert "names no role" in str(await issuer.problem(token_of(resource={"tenant": "acme"}, roles=["admin"])))
+    for tenant in (None, 7, "", "x" * 200, {"a": 1}):
+        assert "names no tenant" in str(await issuer.problem(token_of(resource={"tenant": tenant}, roles="user")))
+    assert "names no tenant" in str(await issuer.problem(token_of(roles="user")))
+
+
+@pytest.mark.parametrize(
+    ("claims", "words"),
+    [
+        ({"exp": 1}, "expired"),
+        ({"nbf": 1e11}, "not yet valid"),
+        ({"aud": "other"}, "[Aa]udience"),
+        ({"iss": "https://evil.example.org"}, "issuer"),
+        ({"aud": None}, "aud"),
+        ({"exp": "soon"}, "exp"),
+    ],
+)
+async def test_a_token_that_is_not_for_this_time_or_service_is_told_so(claims: dict[str, Any], words: str) -> None:
+    refused = await Issuer().problem(token_of(**claims))
+    assert refused.problem is KeyProblem.NOT_VALID_NOW
+    assert pytest.raises(KeyRefusedError, match=words)
+    assert any(word in str(refused).lower() for word in (words.lower(), "audience"))
+
+
+async def test_a_token_that_the_issuer_has_not_signed_is_invalid() -> None:
+    issuer = Issuer()
+    forged = (
+        token_of(key=_OTHER),
+        token_of("shared", b"secret" * 8, "HS256"),
+        token_of("ec"),
+        token_of()[:-4] + "AAAA",
+        jwt.encode({"iss": ISSUER, "aud": "tokenbus", "exp": 2e9}, None, "none", headers={"kid": "rsa"}),
+        "a.b.c",
+        "..",
+    )
+    for token in forged:
+        assert (await issuer.problem(token)).problem is KeyProblem.INVALID, token
+
+
+async def test_new_keys_of_the_issuer_are_fetched_at_once_and_it_is_not_asked_for_each_forged_one() -> None:
+    issuer = Issuer()
+    await issuer.tokens.caller_of(token_of())
+    issuer.keys = [public("ec")]
+    for _ in range(100):
+        await issuer.problem(token_of("ec"))
+    assert len(issuer.asked) == 2
+    issuer.clock += 10
+    assert await issuer.tokens.caller_of(token_of("ec")) == Caller("default")
+    assert (await issuer.problem(token_of("rsa"))).problem is KeyProblem.INVALID, "it is withdrawn"
+
+
+async def test_while_the_issuer_is_away_its_keys_are_kept_for_a_day() -> None:
+    issuer = Issuer()
+    issuer.is_away = True
+    assert (await issuer.problem(token_of())).problem is KeyProblem.UNAVAILABLE
+    issuer.is_away, issuer.clock = False, issuer.clock + 10
+    await issuer.tokens.caller_of(token_of())
+    issuer.is_away, issuer.clock = True, issuer.clock + 86_399
+    await issuer.tokens.caller_of(token_of())
+    issuer.clock += 1
+    assert (await issuer.problem(token_of())).problem is KeyProblem.UNAVAILABLE
+
+
+@pytest.mark.parametrize("keys", [None, 7, [7], {"a": 1}, "x"])
+async def test_an_issuer_that_answers_nonsense_or_for_another_is_none(keys: Any) -> None:
+    issuer = Issuer()
+    issuer.keys = keys
+    assert (await issuer.problem(token_of())).problem is KeyProblem.UNAVAILABLE
+    other = Issuer()
+    other.issuer = "https://evil.example.org"
+    assert (await other.problem(token_of())).problem is KeyProblem.UNAVAILABLE
+
+
+async def test_tokens_and_keys_are_taken_side_by_side() -> None:
+    text, record = made(tenant="acme")
+    callers = Callers(
+        ApiKeys(["own=globex"]), ring_of(record), GatewayMetrics(), Issuer().tokens, clock=lambda: 1_000.0
+    )
+    found = [await callers.identify({"authorization": f"Bearer {key}"}) for key in (text, "own", token_of())]
+    assert [one.tenant for one in found] == ["acme", "globex", "default"]
+
+
+@contextlib.contextmanager
+def served() -> Iterator[str]:
+    """The URL of an issuer on this machine, whose large answers and redirects are traps."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            url = f"http://127.0.0.1:{self.server.server_address[1]}"  # type: ignore[index]
+            if self.path.startswith("/moved"):
+                self.send_response(302)
+                self.send_header("location", url + self.path.removeprefix("/moved"))
+                self.end_headers()
+                return
+            told: Any = {"issuer": url, "jwks_uri": f"{url}/keys"}
+            if self.path == "/keys":
+                told = {"keys": [public("rsa")]}
+            if self.path.startswith("/huge"):
+                told = "x" * (1 << 20)
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(json.dumps(told).encode())
+
+        def log_message(self, *args: Any) -> None: ...
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+
+
+async def test_keys_are_fetched_over_http_within_bounds_and_without_redirects() -> None:
+    with served() as url:
+        token = token_of(iss=url)
+        assert await OidcTokens(OidcSettings(url, "tokenbus"), "acme").caller_of(token) == Caller("acme")
+        for trap in ("/moved", "/huge"):
+            with pytest.raises(KeyRefusedError) as raised:
+                await OidcTokens(OidcSettings(url + trap, "tokenbus"), "acme").caller_of(token)
+            assert raised.value.problem is KeyProblem.UNAVAILABLE
+
+
+def test_an_issuer_needs_an_audience_and_tls_and_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    def settings(*flags: str) -> Any:
+        return gateway.settings_of(main.parse(["gateway", *flags]))
+
+    found = settings("--oidc-issuer", ISSUER, "--oidc-audience", "tokenbus", "--oidc-role-claim", "roles")
+    assert found.oidc == OidcSettings(ISSUER, "tokenbus", "", "roles")
+    assert not found.allows_anonymous
+    with pytest.raises(ValueError, match="needs --oidc-audience"):
+        settings("--oidc-issuer", ISSUER)
+    with pytest.raises(ValueError, match="must be an https URL"):
+        settings("--oidc-issuer", "http://login.example.org", "--oidc-audience", "tokenbus")
+    monkeypatch.setattr(extras, "_is_there", lambda module: module != "jwt")
+    with pytest.raises(
+        extras.MissingExtraError, match=r"--oidc-issuer needs .*\(jwt\); run: pip install 'tokenbus\[oidc\]'"
+    ):
+        settings("--oidc-issuer", ISSUER, "--oidc-audience", "tokenbus")
