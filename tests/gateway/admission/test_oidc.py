@@ -91,17 +91,16 @@ async def test_claims_name_tenant_and_role_also_within_objects_and_lists() -> No
     [
         ({"exp": 1}, "expired"),
         ({"nbf": 1e11}, "not yet valid"),
-        ({"aud": "other"}, "[Aa]udience"),
+        ({"aud": "other"}, "Audience doesn't match"),
         ({"iss": "https://evil.example.org"}, "issuer"),
-        ({"aud": None}, "aud"),
+        ({"aud": None}, '"aud"'),
         ({"exp": "soon"}, "exp"),
     ],
 )
 async def test_a_token_that_is_not_for_this_time_or_service_is_told_so(claims: dict[str, Any], words: str) -> None:
     refused = await Issuer().problem(token_of(**claims))
     assert refused.problem is KeyProblem.NOT_VALID_NOW
-    assert pytest.raises(KeyRefusedError, match=words)
-    assert any(word in str(refused).lower() for word in (words.lower(), "audience"))
+    assert words in str(refused)
 
 
 async def test_a_token_that_the_issuer_has_not_signed_is_invalid() -> None:
@@ -155,9 +154,8 @@ async def test_an_issuer_that_answers_nonsense_or_for_another_is_none(keys: Any)
 
 async def test_tokens_and_keys_are_taken_side_by_side() -> None:
     text, record = made(tenant="acme")
-    callers = Callers(
-        ApiKeys(["own=globex"]), ring_of(record), GatewayMetrics(), Issuer().tokens, clock=lambda: 1_000.0
-    )
+    ring, tokens = ring_of(record), Issuer().tokens
+    callers = Callers(ApiKeys(["own=globex"]), ring, GatewayMetrics(), tokens, clock=lambda: 1_000.0)
     found = [await callers.identify({"authorization": f"Bearer {key}"}) for key in (text, "own", token_of())]
     assert [one.tenant for one in found] == ["acme", "globex", "default"]
 
@@ -213,7 +211,5 @@ def test_an_issuer_needs_an_audience_and_tls_and_the_extra(monkeypatch: pytest.M
     with pytest.raises(ValueError, match="must be an https URL"):
         settings("--oidc-issuer", "http://login.example.org", "--oidc-audience", "tokenbus")
     monkeypatch.setattr(extras, "_is_there", lambda module: module != "jwt")
-    with pytest.raises(
-        extras.MissingExtraError, match=r"--oidc-issuer needs .*\(jwt\); run: pip install 'tokenbus\[oidc\]'"
-    ):
+    with pytest.raises(extras.MissingExtraError, match=r"^--oidc-issuer needs .*pip install 'tokenbus\[oidc\]'"):
         settings("--oidc-issuer", ISSUER, "--oidc-audience", "tokenbus")
