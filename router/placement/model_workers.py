@@ -167,7 +167,7 @@ class ModelWorkers:
         levels = self._index.match(request.hashes)
         overlap = self._overlap_blocks(request.hashes, levels, now)
         held_blocks = overlap[: len(rows)] if is_contiguous(rows) else overlap[rows]
-        most_held = int(held_blocks.max()) if request.hashes else 0
+        most_held = int(held_blocks[held_blocks.argmax()]) if request.hashes else 0
         prefix = request.hashes[most_held - 1] if most_held else None
         view = self._view(request, rows, held_blocks, 0.0 if prefix is None else self._waits.get(prefix), now)
         offer = None
@@ -362,7 +362,8 @@ class ModelWorkers:
             copy_s = copied_blocks * float(view.block_size[at]) * view.times.prompt_token_s
             waited_s = max(0.0, view.waited_s - copy_s)
         else:
-            waited_s = view.waited_s + float(view.wait_s[at] - view.wait_s.min())
+            wait_s = float(view.wait_s[at])
+            waited_s = view.waited_s + (wait_s and wait_s - float(view.wait_s.min()))
         if waited_s != view.waited_s:
             self._waits.put(last_hash, waited_s)
 

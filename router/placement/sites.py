@@ -27,6 +27,7 @@ class Distances:
     def __init__(self, own_site: OwnSite) -> None:
         self._own_site = own_site
         self._is_distant = np.zeros(0)
+        self._has_distant = False
 
     def __repr__(self) -> str:
         return f"<Distances of {int(self._is_distant.sum())} from {self._own_site.name!r}>"
@@ -36,8 +37,11 @@ class Distances:
         if row >= len(self._is_distant):
             self._is_distant = np.append(self._is_distant, np.zeros(row + 1 - len(self._is_distant)))
         self._is_distant[row] = card is not None and self._own_site.is_other(card)
+        self._has_distant = bool(self._is_distant.any())
 
     def in_seconds(self, rows: Rows) -> Floats | None:
         """Returns the seconds by which each row counts as slower; None if all are near."""
+        if not self._has_distant:
+            return None
         distant: Floats = self._is_distant[rows]
         return distant * self._own_site.cost_s if distant.any() else None
