@@ -8,10 +8,12 @@ from typing import NamedTuple
 
 import msgspec
 
+from tokenbus.protocol.access import keys
 from tokenbus.protocol.access.keys import KeyRecord, Role
 from tokenbus.protocol.wire import subjects
 
 _ASKING = ("generate", "embed", "rerank", "tokenize", "detokenize", "cache")
+_LOOKING = ("models", "fleet")
 _ABOUT_REQUESTS = ("cancel", "resync")
 _WILD = frozenset("*?[")
 _MARK_CHARS = 12
@@ -37,7 +39,7 @@ def grant_of(record: KeyRecord, digest: str, prefix: str) -> Grant:
     """Returns the rights of connections with the secret that has this digest; `prefix` is that of all subjects."""
     tenant, key_id = subjects.encode_name(record.tenant), record.id
     publish = tuple(f"{prefix}.{subject}" for subject in _published(record, tenant))
-    subscribe = [f"_INBOX_key.{tenant}.{key_id}.>"]
+    subscribe = [f"{keys.inbox_prefix(record.tenant, key_id)}.>"]
     if record.role is Role.OPERATOR:
         subscribe.append(f"{prefix}.card.>")
     ends = [at for at in (record.expires_at, record.revoked_at) if at is not None]
@@ -75,7 +77,7 @@ def key_id_of(user: str) -> str | None:
 
 def _published(record: KeyRecord, tenant: str) -> Iterator[str]:
     """Yields the subjects that a key may publish to, without their prefix."""
-    yield f"models.{tenant}.{record.id}"
+    yield from (f"{verb}.{tenant}.{record.id}" for verb in _LOOKING)
     if record.role is Role.VIEWER:
         return
     for model in _model_tokens(record.models):

@@ -5,6 +5,7 @@ The gateway and the command line use it directly; people use `Client`, which is 
 import asyncio
 import contextlib
 import copy
+import dataclasses
 import functools
 import secrets
 import time
@@ -20,6 +21,7 @@ from tokenbus.client.wire.chunk_stream import ChunkStream
 from tokenbus.client.wire.fleet_viewer import FleetViewer
 from tokenbus.client.wire.inbox import Inbox
 from tokenbus.client.wire.request_fields import GenerateFields
+from tokenbus.protocol.access import keys
 from tokenbus.protocol.bus import bus
 from tokenbus.protocol.bus import connection as nats
 from tokenbus.protocol.shared_answer import SharedAnswer
@@ -96,10 +98,15 @@ class WireClient:
         tracer: tracing.Tracer | None = None,
     ) -> "WireClient":
         """`settings` hold more about the broker than its address: credentials, TLS, the inbox. `key_id` is that of the
-        API key with which they connect, if it is one: requests name it. `tracer` records a span
+        API key with which they connect: requests name it. If it is not given, and the token or password of the settings
+        is a key, it is that key's. `tracer` records a span
         for each stream, as a child of the current one: `opentelemetry.trace.get_tracer(...)` in a traced application.
         Raises ConnectionError when the broker can't be reached."""
         settings = settings or nats.BusSettings(url=url, connect_timeout_s=connect_timeout_s)
+        if not key_id and (shown := keys.id_of(settings.secret)):
+            key_id = shown
+            if settings.inbox_prefix == nats.BusSettings.inbox_prefix:  # which no key may use
+                settings = dataclasses.replace(settings, inbox_prefix=keys.inbox_prefix(tenant, key_id))
         connection = await nats.connect(settings, name="tokenbus client")
         return await cls.from_connection(
             connection, tenant=tenant, key_id=key_id, prefix=prefix, encoding=encoding, tracer=tracer

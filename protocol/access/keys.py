@@ -151,6 +151,11 @@ def id_of(key: str) -> str | None:
     return found[1] if found else None
 
 
+def inbox_prefix(tenant: str, key_id: str) -> str:
+    """Returns the first tokens of the reply subjects of clients that show a key to the broker."""
+    return f"_INBOX_key.{subjects.encode_name(tenant)}.{key_id}"
+
+
 def is_key_id(text: str) -> bool:
     return bool(_ID.fullmatch(text))
 

@@ -189,6 +189,12 @@ class BusSettings:
         return {"servers": servers, "user": user or None, "password": password or None, "token": token or None}
 
     @property
+    def secret(self) -> str:
+        """The token or the password, or an empty string."""
+        options = self.server_options
+        return options["token"] or options["password"] or ""
+
+    @property
     def insists_on_tls(self) -> bool:
         """Whether nothing may be sent to a server without TLS."""
         return self.tls.is_enabled or any(url.startswith("tls://") for url in self._servers)

@@ -13,6 +13,8 @@ import pytest
 from tests.support import key_broker
 from tests.support.key_broker import PASSWORD, KeyBroker
 from tests.support.raw_client import PREFIX
+from tests.support.system import System
+from tokenbus import Client, RequestError
 from tokenbus.protocol.access import keys
 from tokenbus.protocol.access.keys import OldSecret, Role
 
@@ -179,3 +181,42 @@ async def test_a_key_is_revoked_on_every_broker_of_a_cluster(tmp_path: Path) -> 
         async with asyncio.timeout(5.0):
             while any(client.is_connected for client in clients):
                 await asyncio.sleep(0.005)
+
+
+async def test_a_stream_survives_the_connections_that_its_key_loses(
+    broker: KeyBroker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TOKENBUS_NATS_PASSWORD", PASSWORD)
+    prefixes = ("--inbox-prefix", "_INBOX_key.{tenant}")
+    operator, system = await broker.use_bucket(), System(broker.servers[0], tmp_path)
+    key, record = await broker.new_key()
+    try:
+        system.router("router", "--nats-user", "router", "--nats-inbox", "_INBOX_router", "--keys", "bucket", *prefixes)
+        system.worker("worker", "--nats-user", "worker", "--nats-inbox", "_INBOX_worker", *prefixes)
+        async with broker.auth() as measured, await Client.connect(broker.url, tenant="acme", token=key) as client:
+            async with asyncio.timeout(60):
+                while not await served(client):
+                    await asyncio.sleep(0.05)
+            texts: list[str] = []
+            for num_changes in (0, 2):
+                text = ""
+                async for piece in client.generate(prompt="Once upon a time", max_tokens=400, ignore_eos=True, seed=1):
+                    if num_changes and len(text) > 200:
+                        num_changes -= 1
+                        record = await broker.change(record, models=("demo", f"other{num_changes}"))
+                        await asyncio.sleep(0.1)
+                    text += piece.text
+                texts.append(text)
+        assert texts[0] == texts[1]
+        assert measured.connects.labels("allowed")._value.get() >= 2
+        assert measured.kicks.labels("changed")._value.get() >= 1
+    finally:
+        await operator.close()
+        await system.stop()
+
+
+async def served(client: Client) -> bool:
+    try:
+        return bool(await client.models())
+    except RequestError:  # no router yet
+        return False
