@@ -70,6 +70,7 @@ async def answering(
     works = (("keys", watch.watch()), ("revocations", revocations.watch()))
     running = [tasks.background(name, work) for name, work in works]
     await doorkeeper.open()
+    await system.flush()  # from now on brokers know that somebody answers
     try:
         yield watch.ring
     finally:

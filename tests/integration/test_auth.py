@@ -14,7 +14,8 @@ from tests.support import key_broker
 from tests.support.key_broker import PASSWORD, KeyBroker
 from tests.support.raw_client import PREFIX
 from tests.support.system import System
-from tokenbus import Client, RequestError
+from tokenbus.client.client import Client
+from tokenbus.client.errors import TokenbusError
 from tokenbus.protocol.access import keys
 from tokenbus.protocol.access.keys import OldSecret, Role
 
@@ -218,5 +219,5 @@ async def test_a_stream_survives_the_connections_that_its_key_loses(
 async def served(client: Client) -> bool:
     try:
         return bool(await client.models())
-    except RequestError:  # no router yet
+    except TokenbusError:  # no router yet
         return False
