@@ -359,6 +359,7 @@ class WireClient:
             tracing.MODEL: model,
             tracing.REQUEST_ID: request.id,
             tracing.TENANT: self._tenant,
+            tracing.KEY_ID: self._key_id or None,
             "gen_ai.provider.name": "tokenbus",
             "gen_ai.request.max_tokens": request.max_tokens,
             "gen_ai.request.temperature": request.temperature,

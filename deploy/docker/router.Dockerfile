@@ -6,7 +6,7 @@ WORKDIR /src
 COPY pyproject.toml README.md constraints.txt ./
 # The packages first, with an empty Tokenbus: this layer stays when only the code changes.
 RUN mkdir tokenbus && touch tokenbus/__init__.py && python3 -m venv /opt/tokenbus \
- && /opt/tokenbus/bin/pip install --no-cache-dir -c constraints.txt '.[router,gateway,traces]'
+ && /opt/tokenbus/bin/pip install --no-cache-dir -c constraints.txt '.[router,gateway,traces,oidc]'
 COPY . .
 RUN /opt/tokenbus/bin/pip install --no-cache-dir --no-deps --force-reinstall .
 

@@ -40,7 +40,12 @@ class FlightTelemetry:
 
     def received(self, flight: Flight, headers: tracing.Headers) -> None:
         """Starts the request's span, in the trace that the message's `headers` name if they do."""
-        known = {tracing.MODEL: flight.model, tracing.REQUEST_ID: flight.request_id, tracing.TENANT: flight.tenant}
+        known = {
+            tracing.MODEL: flight.model,
+            tracing.REQUEST_ID: flight.request_id,
+            tracing.TENANT: flight.tenant,
+            tracing.KEY_ID: flight.address.key_id or None,
+        }
         flight.span = tracing.start_span(self._tracer, "route", "server", headers, known, flight.received_at)
         flight.slow_wait = long_waits.BackoffTimer(self.settings.slow_wait_s)
         self._log.debug("request_received", request_id=flight.key, model=flight.model)
