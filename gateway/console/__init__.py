@@ -1,0 +1,1 @@
+"""The console: web pages that show a fleet as it changes."""

@@ -1,0 +1,111 @@
+"""Serves the console: its files, and the stream of events that its page reads.
+
+The page is not secret; what it shows is. With API keys the page sends the reader's key in a header and keeps it in its
+memory only. Without keys the fleet is shown to readers on this machine alone, and only under its loopback name: a page
+from elsewhere whose name leads here must not read it."""
+
+import functools
+import hashlib
+import importlib.resources
+import ipaddress
+
+from starlette.requests import Request
+from starlette.responses import RedirectResponse, Response, StreamingResponse
+
+from tokenbus.gateway.console.viewers import ConsoleViewers
+from tokenbus.gateway.http.http_errors import ApiError, ErrorResponse
+from tokenbus.gateway.http.response_writer import EVENT_STREAM
+from tokenbus.gateway.serving.endpoint import Services
+
+FILES = {
+    "": ("index.html", "text/html; charset=utf-8"),
+    "console.css": ("console.css", "text/css; charset=utf-8"),
+    "console.js": ("console.js", "text/javascript; charset=utf-8"),
+    "picture.js": ("picture.js", "text/javascript; charset=utf-8"),
+}
+"""The files of the page, by their paths below `/console/`."""
+_HEADERS = {
+    "content-security-policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "cache-control": "no-cache",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+}
+_LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
+_NOT_LOCAL = ErrorResponse(
+    403,
+    "forbidden",
+    "without API keys the console shows the fleet only on this machine, under localhost: give the gateway keys "
+    "(TOKENBUS_API_KEYS), or reach it through a tunnel to its port",
+)
+
+
+class ConsolePages:
+    """The console of one gateway."""
+
+    def __init__(self, services: Services, viewers: ConsoleViewers) -> None:
+        self._services = services
+        self._viewers = viewers
+
+    def __repr__(self) -> str:
+        return f"<ConsolePages {self._viewers!r}>"
+
+    async def redirect(self, request: Request) -> Response:
+        """Serves `GET /console`, whose page has relative paths."""
+        return RedirectResponse("console/", status_code=308)
+
+    async def file(self, request: Request) -> Response:
+        """Serves a file of the page. Raises ApiError for a path that there is not."""
+        name = request.path_params.get("file", "")
+        if name not in FILES:
+            raise ApiError(ErrorResponse(404, "not_found", f"the console has no file {name[:100]!r}"))
+        content, digest = _content(name)
+        headers = {**_HEADERS, "etag": f'"{digest}"'}
+        if request.headers.get("if-none-match") == headers["etag"]:
+            return Response(status_code=304, headers=headers)
+        return Response(content, media_type=FILES[name][1], headers=headers)
+
+    async def stream(self, request: Request) -> Response:
+        """Serves `GET /console/stream`: the events of the fleet. Raises ApiError for those who may not see them."""
+        tenants = self._services.tenants
+        if tenants.allows_anonymous:
+            _check_local(request)
+        tenants.authenticate(request)
+        self._viewers.check_room()
+
+        def is_over() -> bool:
+            return self._services.limit.is_draining or not self._may_still_look(request)
+
+        events = self._viewers.events(is_over)
+        headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
+        return StreamingResponse(events, media_type=EVENT_STREAM, headers=headers)
+
+    def _may_still_look(self, request: Request) -> bool:
+        """Whether the reader's key is still valid."""
+        try:
+            self._services.tenants.authenticate(request)
+        except ApiError:
+            return False
+        return True
+
+
+def _check_local(request: Request) -> None:
+    host = request.headers.get("host", "").lower()
+    name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
+    address = request.client.host if request.client else ""
+    try:
+        is_local = ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        is_local = False
+    if not is_local or name not in _LOOPBACK_NAMES or "x-forwarded-for" in request.headers:
+        raise ApiError(_NOT_LOCAL)
+
+
+@functools.cache
+def _content(name: str) -> tuple[bytes, str]:
+    """Returns a file and its digest."""
+    path = importlib.resources.files("tokenbus.gateway.console") / "static" / FILES[name][0]
+    content = path.read_bytes()
+    return content, hashlib.sha256(content).hexdigest()[:16]
