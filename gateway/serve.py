@@ -15,6 +15,8 @@ from tokenbus.gateway.admission.concurrency_limit import ConcurrencyLimit
 from tokenbus.gateway.admission.metrics import ClosedConnections, GatewayMetrics
 from tokenbus.gateway.admission.settings import GatewaySettings
 from tokenbus.gateway.admission.tenants import Tenants
+from tokenbus.gateway.console.pages import ConsolePages
+from tokenbus.gateway.console.viewers import ConsoleViewers
 from tokenbus.gateway.dialects import refusal_response
 from tokenbus.gateway.http import listen
 from tokenbus.gateway.http.body import BodyMemory
@@ -76,7 +78,8 @@ async def serve(settings: GatewaySettings, read_settings: Callable[[], GatewaySe
             records=records,
         )
         routes = Routes(services)
-        app = make_app(services, routes, settings.allowed_origins)
+        viewers = ConsoleViewers(client.view_fleet)
+        app = make_app(services, routes, ConsolePages(services, viewers), settings.allowed_origins)
         gateway = Gateway(settings, services, app, max_connections, measured)
         page = metrics.MetricsCollector(measured.families(), gateway.update_gauges)
         await stack.enter_async_context(status.serving(settings.status_page, page.registry, routes.unready_reason))

@@ -70,6 +70,11 @@ class Callers:
         return self.ring is not None or self._tokens is not None
 
     @property
+    def allows_anonymous(self) -> bool:
+        """Whether requests need no key."""
+        return not self._has_others and self.api_keys.allows_anonymous
+
+    @property
     def tenants(self) -> set[str]:
         """The tenants of all keys."""
         known = set() if self.ring is None else {record.tenant for record in self.ring}

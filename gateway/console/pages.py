@@ -11,6 +11,7 @@ import ipaddress
 
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response, StreamingResponse
+from starlette.routing import Route
 
 from tokenbus.gateway.console.viewers import ConsoleViewers
 from tokenbus.gateway.http.http_errors import ApiError, ErrorResponse
@@ -52,6 +53,14 @@ class ConsolePages:
     def __repr__(self) -> str:
         return f"<ConsolePages {self._viewers!r}>"
 
+    def routes(self) -> list[Route]:
+        return [
+            Route("/console", self.redirect),
+            Route("/console/stream", self.stream),
+            Route("/console/{file}", self.file),
+            Route("/console/", self.file),
+        ]
+
     async def redirect(self, request: Request) -> Response:
         """Serves `GET /console`, whose page has relative paths."""
         return RedirectResponse("console/", status_code=308)
@@ -69,10 +78,10 @@ class ConsolePages:
 
     async def stream(self, request: Request) -> Response:
         """Serves `GET /console/stream`: the events of the fleet. Raises ApiError for those who may not see them."""
-        tenants = self._services.tenants
-        if tenants.allows_anonymous:
+        callers = self._services.tenants.callers
+        if callers.allows_anonymous:
             _check_local(request)
-        tenants.authenticate(request)
+        callers.identify(request.headers)
         self._viewers.check_room()
 
         def is_over() -> bool:
@@ -85,7 +94,7 @@ class ConsolePages:
     def _may_still_look(self, request: Request) -> bool:
         """Whether the reader's key is still valid."""
         try:
-            self._services.tenants.authenticate(request)
+            self._services.tenants.callers.identify(request.headers)
         except ApiError:
             return False
         return True
