@@ -14,7 +14,7 @@ READY := .venv/.ready
 unexport PYTHONDONTWRITEBYTECODE
 SPREAD := -n 4 --dist worksteal --ignore tests/laws
 
-.PHONY: up install test test-long durations check conformance hostile chaos architectures architectures-check format bench demo-model dashboards rules clean
+.PHONY: up install test test-long durations check conformance console-check hostile chaos architectures architectures-check format bench demo-model dashboards rules clean
 
 up: $(PRODUCT)
 	@$(BIN)/tokenbus up $(ARGS)
@@ -49,6 +49,12 @@ conformance: $(READY)
 # brokers that fail in every way, alone and in a cluster.
 hostile: $(READY)
 	TOKENBUS_HOSTILE=long $(BIN)/pytest -q tests/hostile tests/worker/engine/constraints/test_hostile.py $(ARGS)
+
+# The console in a real browser, which must be installed (Debian's chromium), with axe-core from npm.
+console-check: $(READY)
+	$(BIN)/pip install -q -e '.[browser]'
+	npm install --silent --no-save --prefix build/browser axe-core
+	TOKENBUS_BROWSER=build/browser/node_modules/axe-core/axe.min.js $(BIN)/pytest -q tests/browser $(ARGS)
 
 # Faults of real processes under 32 streams: an hour of every kind, or KIND=kill_worker RUNS=3, or SEEDS="4 14", or
 # MINUTES=600. Results add up in build/chaos.jsonl, however a run ends, and are shown in docs/chaos.md.

@@ -49,7 +49,7 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
         "The APIs of OpenAI (/v1/chat/completions, /v1/responses, /v1/completions, /v1/embeddings), "
         "Anthropic (/v1/messages) and Ollama (/api/chat), and reranking (/v1/rerank)."
     )
-    links: tuple[str, ...] = ("/v1/models", "/health", "/openapi.json")
+    links: tuple[str, ...] = ("/console/", "/v1/models", "/health", "/openapi.json")
 
 
 _PROBES: Mapping[str, tuple[str, type[msgspec.Struct] | None]] = {

@@ -80,7 +80,7 @@ async def serve(settings: GatewaySettings, read_settings: Callable[[], GatewaySe
         routes = Routes(services)
         viewers = ConsoleViewers(client.view_fleet)
         app = make_app(services, routes, ConsolePages(services, viewers), settings.allowed_origins)
-        gateway = Gateway(settings, services, app, max_connections, measured)
+        gateway = Gateway(settings, services, app, max_connections, measured, viewers)
         page = metrics.MetricsCollector(measured.families(), gateway.update_gauges)
         await stack.enter_async_context(status.serving(settings.status_page, page.registry, routes.unready_reason))
         signals.on_hangup(read_settings, gateway.apply_settings)
@@ -105,6 +105,7 @@ class Gateway:
         app: ASGIApp,
         max_connections: int,
         measured: GatewayMetrics,
+        viewers: ConsoleViewers,
     ) -> None:
         """`max_connections` is the number of connections that the system allows this process."""
         self._settings = settings
@@ -113,6 +114,7 @@ class Gateway:
         self._limit = services.limit
         self._max_connections = max_connections
         self._metrics = measured
+        self._viewers = viewers
         self._config = ServerConfig(
             app,
             self._connection_limits(settings),
@@ -144,6 +146,7 @@ class Gateway:
     def update_gauges(self) -> None:
         connections = self._config.open_connections
         self._tenants.callers.update_gauges()
+        self._metrics.console_viewers.set(len(self._viewers))
         self._metrics.update_gauges(self._limit.num_open, len(connections), connections.num_idle)
 
     async def apply_settings(self, settings: GatewaySettings) -> None:

@@ -88,6 +88,7 @@ def _http_paragraph(addresses: SystemAddresses, width: int) -> Iterator[str]:
     yield _text(f"From OpenAI's clients: base_url {addresses.http}, for example", width)
     header = "-H 'Content-Type: application/json'"
     yield _command(["curl", f"{addresses.http}/responses", header, *key, body], width)
+    yield _text(f"In a browser on this machine: {addresses.http.removesuffix('/v1')}/console/", width)
 
 
 def _metrics_paragraph(addresses: SystemAddresses, width: int) -> Iterator[str]:

@@ -182,6 +182,12 @@ _HTTP = (
         ),
     ),
     Panel(
+        "Open pages of the console, by gateway",
+        "If there are 128, the most that a gateway serves, close some, or open the console of another gateway.",
+        "short",
+        (Query(sum_of(f"{_GATEWAY}_console_viewers", "", "instance"), "{{instance}}"),),
+    ),
+    Panel(
         "Open HTTP requests, by gateway",
         "If a gateway reaches --max-requests, it refuses more: start another gateway.",
         "short",

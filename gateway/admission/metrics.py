@@ -34,6 +34,7 @@ class GatewayMetrics(MetricFamilies):
             "was lost or no process held them any more.",
         )
         self.open = Gauge(f"{_P}_requests_open", "Requests that are open.")
+        self.console_viewers = Gauge(f"{_P}_console_viewers", "Open pages of the console.")
         self.connections = Gauge(f"{_P}_connections", "Open connections: busy with a request, or idle.", ("state",))
         self.closed = Counter(
             f"{_P}_connections_closed", "Connections that the gateway has closed, by reason.", ("reason",)

@@ -1,6 +1,6 @@
-"""What the console's pages are told: the picture of the fleet, at first whole and then by what has changed. Pure.
+"""Tells the console's pages what a fleet is like, at first all of it and then what has changed. Pure.
 
-All pages get the same events, each encoded once. Names and texts in them come from workers, and pages show them as text."""
+All pages get the same events, each encoded once. Names in them come from workers, and pages show them as text."""
 
 from collections.abc import Sequence
 from typing import TypeVar

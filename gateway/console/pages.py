@@ -22,6 +22,7 @@ FILES = {
     "": ("index.html", "text/html; charset=utf-8"),
     "console.css": ("console.css", "text/css; charset=utf-8"),
     "console.js": ("console.js", "text/javascript; charset=utf-8"),
+    "icon.svg": ("icon.svg", "image/svg+xml"),
     "picture.js": ("picture.js", "text/javascript; charset=utf-8"),
 }
 """The files of the page, by their paths below `/console/`."""
@@ -81,20 +82,20 @@ class ConsolePages:
         callers = self._services.tenants.callers
         if callers.allows_anonymous:
             _check_local(request)
-        callers.identify(request.headers)
+        await callers.identify(request.headers)
         self._viewers.check_room()
 
-        def is_over() -> bool:
-            return self._services.limit.is_draining or not self._may_still_look(request)
+        async def is_over() -> bool:
+            return self._services.limit.is_draining or not await self._may_still_look(request)
 
         events = self._viewers.events(is_over)
         headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
         return StreamingResponse(events, media_type=EVENT_STREAM, headers=headers)
 
-    def _may_still_look(self, request: Request) -> bool:
+    async def _may_still_look(self, request: Request) -> bool:
         """Whether the reader's key is still valid."""
         try:
-            self._services.tenants.callers.identify(request.headers)
+            await self._services.tenants.callers.identify(request.headers)
         except ApiError:
             return False
         return True

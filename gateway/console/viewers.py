@@ -1,4 +1,4 @@
-"""The open pages of the console, which share one view of the fleet: while none is open, the gateway looks at nothing."""
+"""The open pages of the console share one view of the fleet. While none is open, the gateway looks at nothing."""
 
 import asyncio
 import contextlib
@@ -41,7 +41,7 @@ class ConsoleViewers:
         if len(self._pages) >= MAX_VIEWERS:
             raise ApiError(OVERLOADED)
 
-    async def events(self, is_over: Callable[[], bool]) -> AsyncIterator[bytes]:
+    async def events(self, is_over: Callable[[], Awaitable[bool]]) -> AsyncIterator[bytes]:
         """Yields the events of one page until `is_over`, which is asked at least every two seconds."""
         waiting: asyncio.Queue[bytes] = asyncio.Queue(_MAX_WAITING)
         self._pages[waiting] = None
@@ -50,7 +50,7 @@ class ConsoleViewers:
         elif self._feed.has_begun:
             waiting.put_nowait(self._feed.whole())
         try:
-            while not is_over():
+            while not await is_over():
                 if (event := await _within(waiting.get(), _SILENT_S)) is not None:
                     yield event
         finally:

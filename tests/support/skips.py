@@ -8,6 +8,7 @@ import pytest
 
 ALLOWED = (
     "runs in `make hostile`",
+    "runs in `make console-check`",
     "there are no adapters of this model",
     "it exchanges no blocks, or they hold nothing",
     "only the binding's own embed has it",

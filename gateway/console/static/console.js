@@ -32,7 +32,7 @@ const COLUMNS = [
     share: (worker) => share(worker.running, worker.max_running)},
   {id: "waiting", title: "Waiting", isNumber: true, text: (worker) => number(worker.waiting + worker.booked),
     value: (worker) => worker.waiting + worker.booked},
-  {id: "queued_prefill_tokens", title: "Prompt tokens to compute", isNumber: true,
+  {id: "queued_prefill_tokens", title: "Prompt tokens left", isNumber: true,
     text: (worker) => number(worker.queued_prefill_tokens)},
   {id: "tokens_per_s", title: "Tokens/s", isNumber: true, text: (worker) => number(worker.tokens_per_s)},
   {id: "token_ms", title: "ms a token", isNumber: true,
@@ -138,7 +138,7 @@ function draw() {
   const models = picture.models();
   slowAt = new Map(models.map((model) => [model.model, SLOW * model.token_ms]));
   const problem = picture.problem ? `the fleet can't be seen: ${picture.problem}` : "";
-  show(problem || `live; the gateway's clock says ${clock(picture.at)}`, Boolean(problem));
+  show(problem || "live", Boolean(problem));
   drawSums();
   drawModels(models);
   sortRows();
