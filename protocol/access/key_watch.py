@@ -71,7 +71,8 @@ class KeyWatch:
         return is_changed
 
     async def _refresh(self) -> bool:
-        """Brings the ring up to date; returns whether the store has changed. Raises BucketError, KeyStoreError."""
+        """Brings the ring up to date; returns whether the store has changed and all of it was read. Raises
+        BucketError, KeyStoreError."""
         raise NotImplementedError
 
     def _replace_all(self, found: LoadedKeys) -> None:
@@ -132,7 +133,7 @@ class BucketKeyWatch(KeyWatch):
                 for name, problem in found.problems.items():
                     self._show_problem(name, problem)
         self._known = BucketState(state.created, changes.last_revision)
-        return True
+        return self._known == state  # or a broker of the cluster that lags has answered: there is more to come
 
 
 class FileKeyWatch(KeyWatch):

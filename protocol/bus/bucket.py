@@ -22,6 +22,7 @@ _TIMEOUT_S = 2.0
 _PAGE = 1_024
 _PAGE_BYTES = 4 * 1024 * 1024
 """Entries, and bytes, that the broker sends at a time."""
+_NUM_REPLICAS = 3
 _OPERATION = "KV-Operation"
 _WRONG_REVISION = (10071, 10164)
 """The broker's error codes for a put that expected another revision."""
@@ -88,8 +89,15 @@ class Bucket:
     def __repr__(self) -> str:
         return f"<Bucket {self.name}>"
 
-    async def create(self, limits: BucketLimits, num_replicas: int = 1) -> None:
-        """Makes the bucket, unless it is there: then it stays as it is. Raises BucketError."""
+    async def create(self, limits: BucketLimits) -> None:
+        """Makes the bucket, unless it is there: then it stays as it is. A cluster that can keeps three copies of it, so
+        that it outlives each of its brokers. Raises BucketError."""
+        try:
+            await self._create(limits, _NUM_REPLICAS)
+        except BucketError:
+            await self._create(limits, 1)
+
+    async def _create(self, limits: BucketLimits, num_replicas: int) -> None:
         config = api.StreamConfig(
             name=self._stream,
             subjects=[f"{self._prefix}>"],
