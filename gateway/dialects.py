@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from tokenbus.gateway import refused_paths, rerank, vllm
+from tokenbus.gateway import refused_paths, rerank, usage, vllm
 from tokenbus.gateway.anthropic import error_bodies as anthropic_errors
 from tokenbus.gateway.anthropic import messages, model_list
 from tokenbus.gateway.anthropic.schemas import AnthropicErrorBody
@@ -35,7 +35,8 @@ OPENAI = Dialect(
     ),
     resources=models.RESOURCES,
     records=stored.RESOURCES,
-    refused=(*stored.REFUSED, *rerank.REFUSED, *refused_paths.REFUSED),
+    reports=usage.REPORTS,
+    refused=(*usage.REFUSED, *stored.REFUSED, *rerank.REFUSED, *refused_paths.REFUSED),
     has_bare_paths=True,
 )
 """OpenAI's API, with the endpoints of others whose errors have its form."""

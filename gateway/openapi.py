@@ -1,6 +1,6 @@
 """The gateway's OpenAPI document, made from the structs of its endpoints' requests and responses."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -9,7 +9,7 @@ from msgspec import UNSET, UnsetType
 from tokenbus.gateway.dialects import DIALECTS
 from tokenbus.gateway.openai import fields, sampling_fields
 from tokenbus.gateway.serving import seeds
-from tokenbus.gateway.serving.dialect import ApiEndpoint, Dialect, RecordResource, Resource
+from tokenbus.gateway.serving.dialect import ApiEndpoint, Dialect, RecordResource, Report, Resource
 from tokenbus.protocol.wire import internal, limits, messages, params
 
 Json = dict[str, Any]
@@ -68,6 +68,7 @@ def document(version: str) -> Json:
     types: set[Any] = {About, Health, *(dialect.errors.schema for dialect in DIALECTS)}
     types |= {one.response for one, _ in resources} | {one.body for one, _ in resources if one.body}
     types |= {one.response for dialect in DIALECTS for one in dialect.records}
+    types |= {one.response for dialect in DIALECTS for one in dialect.reports}
     for dialect in DIALECTS:
         types.update(kind for one in dialect.endpoints for kind in (one.body, one.response, one.event) if kind)
     ordered = sorted(types, key=repr)
@@ -82,6 +83,8 @@ def document(version: str) -> Json:
     for dialect in DIALECTS:
         for record in dialect.records:
             paths.setdefault(record.path, {})[record.method.lower()] = _record(record, dialect, refs)
+        for report in dialect.reports:
+            paths[report.path] = {"get": _report(report, dialect, refs)}
     for endpoint in {one.body: one for dialect in DIALECTS for one in dialect.endpoints}.values():
         schema = _schema(endpoint.body, refs, components)
         _narrow(schema, endpoint.required, endpoint.may_be_empty, endpoint.one_of)
@@ -139,11 +142,17 @@ def _resource(one: Resource, dialect: Dialect, refs: Mapping[type, Json]) -> Jso
 
 
 def _record(one: RecordResource, dialect: Dialect, refs: Mapping[Any, Json]) -> Json:
-    named: Json = {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
+    named: list[Json] = [{"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}]
+    return _report(one, dialect, refs, named)
+
+
+def _report(
+    one: RecordResource | Report, dialect: Dialect, refs: Mapping[Any, Json], named: Sequence[Json] = ()
+) -> Json:
     asked = [{"name": name, "in": "query", "schema": msgspec.json.schema(kind)} for name, kind in one.query.items()]
     return {
         "summary": one.summary,
-        "parameters": [named, *asked],
+        "parameters": [*named, *asked],
         "responses": {"200": _described("The answer", refs[one.response]), "default": _error(dialect, refs)},
     }
 

@@ -4,6 +4,7 @@ import asyncio
 import collections
 import functools
 import importlib.metadata
+import time
 from collections.abc import Sequence
 
 import msgspec
@@ -24,13 +25,15 @@ from tokenbus.gateway.dialects import DIALECTS, dialect_of
 from tokenbus.gateway.http import body, http_errors
 from tokenbus.gateway.http.http_errors import ApiError, ErrorResponse
 from tokenbus.gateway.serving.catalog import NO_MODELS, Listing
-from tokenbus.gateway.serving.dialect import RecordResource, Resource
+from tokenbus.gateway.serving.dialect import RecordResource, Report, Resource
 from tokenbus.gateway.serving.endpoint import EndpointApp, Services
 from tokenbus.protocol.wire import errors
 
 _READY_TIMEOUT_S = 1.0
 _MAX_MODEL_BODY_BYTES = 64 * 1024
 _CLIENT_GONE = 499
+_MAX_REPORTS = 4
+"""Reports of usage that are made at a time; others wait."""
 _encoder = msgspec.json.Encoder()
 
 
@@ -39,6 +42,8 @@ class Routes:
 
     def __init__(self, services: Services) -> None:
         self._services = services
+
+        self._reports = asyncio.Semaphore(_MAX_REPORTS)
 
     def __repr__(self) -> str:
         return f"<Routes {self._services.limit!r}>"
@@ -58,6 +63,9 @@ class Routes:
                 for path in dialect.paths_of(record.path):
                     answer = functools.partial(self._record, record)
                     apps[path].served[record.method] = request_response(answer)
+            for report in dialect.reports:
+                for path in dialect.paths_of(report.path):
+                    apps[path].served["GET"] = request_response(functools.partial(self._report, report))
             for refused in dialect.refused:
                 for path in dialect.paths_of(refused.path):
                     apps[path].refused |= dict.fromkeys(refused.methods, refused.problem)
@@ -94,6 +102,13 @@ class Routes:
             records = self._services.records.of(tenant.name)
             answered = await resource.answer(records, request.path_params["id"], request.query_params)
         return Response(answered, media_type="application/json")
+
+    async def _report(self, report: Report, request: Request) -> Response:
+        async with self._services.tenants.admitted(request, looks_on=True) as tenant, self._reports:
+            query = {name: request.query_params.getlist(name) for name in request.query_params}
+            accept = request.headers.get("accept", "")
+            answered, kind = await report.answer(self._services.usage, tenant.caller, query, accept, time.time())
+        return Response(answered, media_type=kind)
 
     async def home(self, request: Request) -> Response:
         """Serves `GET /`: what this is, and where to find more; as a page for browsers, else in JSON."""

@@ -25,8 +25,11 @@ from tokenbus.gateway.serving.endpoint import Services
 from tokenbus.gateway.storage.record_store import StorageLimits
 from tokenbus.gateway.storage.records import Records
 from tokenbus.protocol import tasks
+from tokenbus.protocol.access import usage_store
 from tokenbus.protocol.access.keys import KeyRecord
+from tokenbus.protocol.access.usage_store import UsageStore
 from tokenbus.protocol.bus import connection as nats
+from tokenbus.protocol.bus.bucket import Bucket, bucket_name
 from tokenbus.protocol.bus.bus import OwnedBus
 from tokenbus.protocol.http.connection_table import ConnectionLimits
 from tokenbus.protocol.http.http_server import EmbeddedServer, ServerConfig, Timeouts
@@ -36,6 +39,7 @@ from tokenbus.protocol.telemetry import metrics, status, tracing
 _AFTER_GRACE_S = 3
 """Time for sending the last events of requests that did not end by themselves."""
 _SHARING_DELAY_S = 1.0
+_USAGE_TIMEOUT_S = 10.0
 
 
 async def serve(settings: GatewaySettings, read_settings: Callable[[], GatewaySettings]) -> None:
@@ -76,6 +80,7 @@ async def serve(settings: GatewaySettings, read_settings: Callable[[], GatewaySe
             metrics=measured,
             tracer=tracer,
             records=records,
+            usage=UsageStore(Bucket(connection, bucket_name(settings.prefix, usage_store.BUCKET), _USAGE_TIMEOUT_S)),
         )
         routes = Routes(services)
         viewers = ConsoleViewers(client.view_fleet)

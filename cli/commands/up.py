@@ -140,13 +140,14 @@ def settings_of(options: argparse.Namespace) -> SystemSettings:
     given += [f"--threads={found.threads or max(1, cores // busy)}"]
     given += [f"--{name}={text_of(getattr(found, dest_of(name)))}" for name in _defaults(options)]
     with_keys = [*common, *([f"--keys={options.keys}"] if options.keys else [])]
-    router.settings_of(_options_of("router", router.add_flags, with_keys))
+    for_router = [*with_keys, *(["--usage"] if options.keys == BUCKET else [])]
+    router.settings_of(_options_of("router", router.add_flags, for_router))
     for_gateway = _options_of("gateway", gateway.add_flags, with_keys)
     gateway_settings = gateway.settings_of(for_gateway)
     port = None if for_gateway.port == _GATEWAY.port else for_gateway.port
     return SystemSettings(
         arguments=ProcessArguments(
-            ["worker", *given], ["router", *with_keys], ["gateway", *with_keys, f"--grace-s={_GRACE_S:g}"]
+            ["worker", *given], ["router", *for_router], ["gateway", *with_keys, f"--grace-s={_GRACE_S:g}"]
         ),
         names=worker.names_of(found),
         host=options.host or for_gateway.host,

@@ -12,6 +12,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 import msgspec
 
 from tokenbus.client.wire.wire_client import WireClient
+from tokenbus.gateway.admission.callers import Caller
 from tokenbus.gateway.http import http_errors
 from tokenbus.gateway.http.http_errors import ErrorResponse, NameOf
 from tokenbus.gateway.http.response_writer import EVENT_STREAM
@@ -19,6 +20,7 @@ from tokenbus.gateway.serving import conversation
 from tokenbus.gateway.serving.answer_events import AnswerEvent, AnswerEventReader
 from tokenbus.gateway.serving.catalog import Listing
 from tokenbus.gateway.storage.records import TenantRecords
+from tokenbus.protocol.access.usage_store import UsageStore
 from tokenbus.protocol.wire import codec, errors, messages, subjects
 
 RequestT = TypeVar("RequestT")
@@ -299,6 +301,19 @@ class RecordResource(NamedTuple):
     """The types of the known parameters of the query, by name."""
 
 
+class Report(NamedTuple):
+    """An endpoint that tells what was used, in JSON or another form."""
+
+    path: str
+    summary: str
+    response: type[msgspec.Struct]
+    answer: Callable[[UsageStore, Caller, Mapping[str, Sequence[str]], str, float], Awaitable[tuple[bytes, str]]]
+    """Returns the body and its media type, given who asks, the query, the header `Accept` and the Unix time. Raises
+    RequestError and ApiError."""
+    query: Mapping[str, Any]
+    """The types of the known parameters of the query, by name."""
+
+
 class RefusedPath(NamedTuple):
     """A path of an API that is known and not served."""
 
@@ -325,6 +340,7 @@ class Dialect(NamedTuple):
     endpoints: Sequence[ApiEndpoint[Any]] = ()
     resources: Sequence[Resource] = ()
     records: Sequence[RecordResource] = ()
+    reports: Sequence[Report] = ()
     refused: Sequence[RefusedPath] = ()
     prefixes: tuple[str, ...] = ()
     """Beginnings of the paths that are only this API's."""

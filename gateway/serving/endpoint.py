@@ -30,6 +30,7 @@ from tokenbus.gateway.serving.dialect import (
 )
 from tokenbus.gateway.serving.request_log import RequestLog
 from tokenbus.gateway.storage.records import Records
+from tokenbus.protocol.access.usage_store import UsageStore
 from tokenbus.protocol.bus.bus import Bus
 from tokenbus.protocol.http.http_server import disconnect_of
 from tokenbus.protocol.telemetry import tracing
@@ -50,6 +51,7 @@ class Services:
     metrics: GatewayMetrics
     tracer: tracing.Tracer
     records: Records
+    usage: UsageStore
     parser: body.LargeBodyParser = dataclasses.field(default_factory=body.LargeBodyParser)
 
 

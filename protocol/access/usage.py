@@ -218,6 +218,7 @@ class UsageQuery(NamedTuple):
     key: str | None = None
     """None: all keys; empty: requests without a key."""
     model: str | None = None
+    operation: str | None = None
 
     def matches(self, name: UsageName) -> bool:
         return (
@@ -329,6 +330,8 @@ class UsageSum:
 
     def _add_rows(self, name: UsageName, rows: Rows) -> None:
         for kind, counts in rows.items():
+            if self._query.operation not in (None, kind.operation):
+                continue
             values = {**name._asdict(), **kind._asdict()}
             group = tuple(values[one] for one in self._query.group_by)
             known = self._totals.get(group)

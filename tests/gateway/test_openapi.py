@@ -80,7 +80,9 @@ def is_taken(path: str, body: object, default_model: str = "m") -> bool:
 
 
 def test_every_endpoint_is_in_the_document() -> None:
-    paths = {one.path for dialect in dialects.DIALECTS for one in (*dialect.resources, *dialect.records)}
+    paths = {
+        one.path for dialect in dialects.DIALECTS for one in (*dialect.resources, *dialect.records, *dialect.reports)
+    }
     assert ENDPOINTS.keys() | paths | {"/", "/health", "/livez", "/readyz"} == DOCUMENT["paths"].keys()
 
 

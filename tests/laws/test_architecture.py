@@ -92,6 +92,7 @@ PURE = (
     "gateway/openai/*.py",
     "gateway/openai/responses/*.py",
     "gateway/vllm.py",
+    "gateway/usage.py",
     "gateway/rerank.py",
     "gateway/ollama/*.py",
     "replay/*.py",
