@@ -265,6 +265,7 @@ def test_with_keys_compose_changes_services_that_there_are_and_keeps_what_the_br
     assert broker["command"] == [*whole["services"]["nats"]["command"], "-js", "-sd", "/data"]
     assert broker["volumes"] == ["nats:/data"]
     assert "nats" in more["volumes"]
-    for name in ("router", "gateway"):
-        assert more["services"][name]["environment"] == {"TOKENBUS_KEYS": "bucket"}
+    usage = {"TOKENBUS_ROUTER_USAGE": "true"}
+    for name, own in (("router", usage), ("gateway", {})):
+        assert more["services"][name]["environment"] == {"TOKENBUS_KEYS": "bucket"} | own
         assert "environment" not in whole["services"][name], "it would be merged: look at both"

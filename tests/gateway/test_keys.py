@@ -187,3 +187,28 @@ async def test_logs_name_keys_by_their_ids_and_never_show_a_secret(
     assert record.id in {line["key_id"] for line in ending_gateway.log("request_received")}
     assert text[14:] not in ending_gateway.text_log()
     assert ending_gateway.log("keys_refused")
+
+
+async def test_a_key_sees_its_own_usage_as_its_answers_have_told_it(said: dict[str, Any], store: BucketKeys) -> None:
+    text, record = made(tenant="initech")
+    await store.add(record)
+    await until(lambda: is_known(said["http"], text))
+    async with client_of(said["http"], text) as client:
+        answers = [
+            await client.completions.create(model=MODEL, prompt="x" * number, max_tokens=number) for number in (1, 2, 3)
+        ]
+        used = [one.usage for one in answers if one.usage is not None]
+
+        async def is_counted() -> bool:
+            report: Any = await client.get("/usage?group_by=tenant,key,model", cast_to=object)
+            expected = {
+                "tenant": "initech",
+                "key": record.id,
+                "model": MODEL,
+                "requests": len(used),
+                "prompt_tokens": sum(one.prompt_tokens for one in used),
+                "completion_tokens": sum(one.completion_tokens for one in used),
+            }
+            return any(one.items() >= expected.items() for one in report["data"])
+
+        await until(is_counted, 20.0)
