@@ -172,13 +172,32 @@ _HTTP = (
         (Query(rate(f"{_GATEWAY}_keys_refused_total", "", "reason"), "{{reason}}"),),
     ),
     Panel(
+        "NATS connects by key, and connections closed",
+        "If `invalid` grows, a client has a wrong key, or somebody guesses: `connect_refused` in the log of `tokenbus "
+        "auth` has the key's id. If nothing is `allowed` while clients try, no instance runs. Closed as `changed`: "
+        "keys were revoked, rotated or given other rights; `renewal` is usual.",
+        "suffix: /s",
+        (
+            Query(rate("tokenbus_auth_connects_total", "", "outcome"), "{{outcome}}"),
+            Query(rate("tokenbus_auth_kicks_total", "", "reason"), "closed: {{reason}}"),
+        ),
+    ),
+    Panel(
+        "Time to answer a broker about a key",
+        "99th percentile. If it nears a second, an instance of `tokenbus auth` lacks CPU: start another one.",
+        "s",
+        (Query(quantile(0.99, "tokenbus_auth_answer_seconds", ""), "p99"),),
+    ),
+    Panel(
         "API keys, and seconds since their store was read",
         "If the seconds grow, the broker's JetStream or the file of keys does not answer (`keys_unreachable` in the "
-        "log). If gateways know different numbers of keys, one of them reads another store.",
+        "log). If processes know different numbers of keys, one of them reads another store.",
         "short",
         (
             Query(max_of(f"{_GATEWAY}_keys", "", "instance"), "{{instance}}: keys"),
             Query(max_of(f"{_GATEWAY}_keys_silent_seconds", "", "instance"), "{{instance}}: seconds"),
+            Query(max_of("tokenbus_auth_known_keys", "", "instance"), "{{instance}}: keys"),
+            Query(max_of("tokenbus_auth_keys_silent_seconds", "", "instance"), "{{instance}}: seconds"),
         ),
     ),
     Panel(

@@ -238,6 +238,19 @@ def test_the_commands_of_the_compose_files_are_ones_that_processes_take() -> Non
             assert main.parse([default(word) for word in words]).nats == nats
 
 
+def test_containers_of_a_fleet_with_keys_have_the_users_and_passwords_of_their_broker() -> None:
+    services = yaml.safe_load((DEPLOY / "compose.auth.yaml").read_text())["services"]
+    assert set(services["nats"]["environment"]) == set(broker_config.PASSWORDS)
+    auth = main.parse(["auth", *services["auth"]["command"].split()[1:], "--nats-user", "auth"])
+    assert (auth.nats, auth.seeds) == ("nats://nats:4222", "/callout.seeds")
+    for name, allowed in (("router", "_INBOX_router"), ("worker", "_INBOX_worker"), ("gateway", "_INBOX_gateway")):
+        given = services[name]["environment"]
+        assert (given["TOKENBUS_NATS_USER"], given["TOKENBUS_NATS_INBOX"]) == (name, allowed)
+        own = [one for one in given if one.startswith(f"TOKENBUS_{name.upper()}_")]
+        flags = catalog.make_parser(name).flags
+        assert all(one.removeprefix(f"TOKENBUS_{name.upper()}_").lower().replace("_", "-") in flags for one in own)
+
+
 def test_the_entrypoint_of_a_worker_in_compose_writes_its_grace_period_to_the_file_that_it_reads(
     tmp_path: Path,
 ) -> None:

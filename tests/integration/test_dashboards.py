@@ -120,7 +120,8 @@ def on_dashboards() -> list[str]:
     found = []
     for path in sorted(alert_rules.DASHBOARDS.glob("*.json")):
         targets = [target for panel in json.loads(path.read_text())["panels"] for target in panel.get("targets", [])]
-        found += [chosen(target["expr"]) for target in targets]
+        # Beside this system there is no `tokenbus auth`, which a broker without keys does not ask.
+        found += [chosen(target["expr"]) for target in targets if "tokenbus_auth_" not in target["expr"]]
     assert found
     return found
 

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from tokenbus.auth.callout_metrics import CalloutMetrics
 from tokenbus.gateway.admission.metrics import GatewayMetrics
+from tokenbus.protocol.telemetry.metrics import MetricFamilies
 from tokenbus.router.telemetry.metrics import RouterMetrics
 from tokenbus.worker.telemetry.metrics import WorkerMetrics
 
@@ -24,9 +26,16 @@ def needs(program: str) -> pytest.MarkDecorator:
 
 
 def shown() -> set[str]:
-    """Returns the names of all samples of a router, a worker and a gateway."""
+    """Returns the names of all samples of a router, a worker, a gateway and the service of keys."""
+    names: set[str] = set()
+    for one in (RouterMetrics(), WorkerMetrics(), GatewayMetrics(), CalloutMetrics()):
+        names |= samples(one)
+    return names
+
+
+def samples(metrics: MetricFamilies) -> set[str]:
     names = set()
-    for family in RouterMetrics().families() + WorkerMetrics().families() + GatewayMetrics().families():
+    for family in metrics.families():
         (metric,) = family.describe()
         if metric.type == "histogram":
             names |= {f"{metric.name}_{part}" for part in ("bucket", "sum", "count")}
