@@ -90,6 +90,9 @@ async def test_streams_survive_their_worker_after_their_router_was(system: Syste
     for name in ROUTERS:
         await system.until_logged(name, "router_ready")
     answers = await started(bare, 6, max_tokens=300)
+    async with asyncio.timeout(60):
+        while len(requests_in("request_placed", system, *ROUTERS)) < len(answers):  # their first tokens may come before
+            await asyncio.sleep(0.02)
     placed = requests_in("request_placed", system, "router-a")
     system.signal("router-a", how)
     async with asyncio.timeout(60):
