@@ -166,6 +166,19 @@ class Attempts:
         with contextlib.suppress(OutboundBufferLimitError, ConnectionError):
             self._bus.publish(subject, codec.encode(drop))
 
+    def repeat_end(self, flight: Flight, address: subjects.WorkerAddress) -> None:
+        """Asks a worker to publish the end of a request again, of which this router has not heard in time.
+
+        Whatever kept the end from this router may have kept it from the client too, such as a link between brokers that
+        lost what it had taken. Entries come before their chunks, so the client has no more tokens than were reported
+        here; if that is not known, it gets the terminal alone."""
+        offset = len(flight.completion) if flight.prompt_ids is not None else limits.MAX_TOKENS
+        body = codec.encode(messages.ResyncRequest(offset=offset), codec.Encoding.JSON)
+        resync = internal.Control(op="resync", request_id=flight.key, body=body)
+        subject = self._names.worker(address.model, address.worker_id, _CONTROL.name)
+        with contextlib.suppress(OutboundBufferLimitError, ConnectionError):
+            self._bus.publish(subject, codec.encode(resync))
+
     def to_run(self, flight: Flight, epoch: str, placement: Placement | None = None) -> internal.Run:
         """Returns the run of a request's current attempt; `placement` is missing while no worker has been chosen."""
         assert flight.prompt_ids is not None, flight

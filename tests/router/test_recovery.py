@@ -21,9 +21,13 @@ HELD = internal.RunningRequest(
 class Attempts:
     def __init__(self) -> None:
         self.moved: list[tuple[str, int]] = []
+        self.repeated: list[str] = []
 
     def move(self, flight: Flight, address: subjects.WorkerAddress, attempt: int) -> None:
         self.moved.append((address.worker_id, attempt))
+
+    def repeat_end(self, flight: Flight, address: subjects.WorkerAddress) -> None:
+        self.repeated.append(address.worker_id)
 
 
 class Lifecycle:
@@ -141,6 +145,27 @@ def test_tokens_behind_a_gap_count_once_a_snapshot_has_closed_it() -> None:
     snapshot = codec.replace(part("w1", 2), running=[HELD])
     testbed.recovery.apply(testbed.fleet.apply_snapshot_part("demo", snapshot, 0.0), at("w1"))
     assert (testbed.tokens, testbed.flight.completion.last_seq) == ([5, 6, 7, 8], 3)
+
+
+def test_an_end_that_the_router_missed_is_published_again_since_its_client_may_have_missed_it_too() -> None:
+    testbed = Testbed()
+    testbed.hear(started(0))
+    testbed.fleet.snapshots_due(1.0, 1.0)
+    testbed.hear(events("w1", 3))
+    assert testbed.attempts.repeated == []
+    testbed.fleet.snapshots_due(2.0, 1.0)
+    testbed.recovery.apply(testbed.fleet.apply_snapshot_part("demo", part("w1", 3), 2.0), at("w1"))
+    assert testbed.lifecycle.forgotten == [(KEY, "by_worker")]
+    assert testbed.attempts.repeated == ["w1"]
+
+
+def test_an_end_that_the_router_heard_of_is_not_asked_for_again() -> None:
+    testbed = Testbed()
+    testbed.fleet.snapshots_due(0.0, 1.0)
+    testbed.fleet.apply_snapshot_part("demo", codec.replace(part("w1", 2), running=[HELD]), 0.0)
+    testbed.hear(codec.replace(events("w1", 3), finished=[KEY]))
+    assert testbed.lifecycle.forgotten == [(KEY, "by_worker")]
+    assert testbed.attempts.repeated == []
 
 
 def test_a_snapshot_that_was_asked_for_too_early_is_asked_for_again() -> None:

@@ -164,3 +164,26 @@ def test_a_link_that_is_down_cancels_no_stream_and_a_simple_client_misses_nothin
         assert all(asked.is_whole for asked in sites.clients[0].asked)
     finally:
         sites.close()
+
+
+@pytest.mark.parametrize("stands_s", [0.3, 0.9, 1.3])
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_simple_client_gets_an_end_that_was_lost_on_a_link_without_a_notice(stands_s: float, stream: bool) -> None:
+    """The link stands still, as where packets vanish, and what it holds then is lost with its connection."""
+    sites = Sites(1, 0.02, 0)
+    try:
+        sites.simple[0].ask(10, stream=stream, seed=7)
+        sites.world.run(1.3 - stands_s)
+        sites.bridge.stand_still(stands_s + 0.3)
+        sites.world.run(stands_s)
+        (asked,) = sites.simple[0].asked
+        assert asked.terminal is None
+        assert sites.frontends[0].engine is not None
+        sites.bridge.cut(0.5)
+        sites.bridge.heal()
+        sites.world.run(9.0)
+        assert asked.terminal is not None
+        assert asked.terminal.finish_reason == "length"
+        sites.end()
+    finally:
+        sites.close()

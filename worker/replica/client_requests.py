@@ -71,13 +71,17 @@ class ClientRequests:
             self._changing = False
 
     def take(self, message: Msg, control: internal.Control) -> None:
-        """Takes what a router has passed on."""
+        """Takes what a router has passed on, or asks for itself: to repeat the end of a stream, without an answer."""
         assert control.request_id is not None
         headers = None if control.content_type is None else {codec.CONTENT_TYPE: control.content_type}
         if control.op == "cancel":
             self.cancel(control.request_id, message.reply, headers)
-        else:
+        elif message.reply:
             self.resync(control.request_id, message.reply, headers, control.body)
+        else:
+            _, asked, error = validation.read_resync(headers, control.body)
+            if error is None:
+                self._streams.held.repeat_end(control.request_id, asked.offset)
 
     def _cancel(self, message: Msg) -> None:
         if (key := self._key(message)) is not None:

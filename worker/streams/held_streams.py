@@ -96,6 +96,17 @@ class HeldStreams:
         stream.hold.reached_at = stream.hold.reached_at or lease_time()
         self._settle(stream, lease_time())
 
+    def repeat_end(self, key: str, offset: int) -> None:
+        """Publishes a stream that has ended again from token `offset` on, for a guardian that has missed its end. Where
+        no link lies between them, only that router was late: the client has the end."""
+        stream = self._owner.find_any(key)
+        if stream is None or stream.is_open or not self._reach.is_distant(stream.guardian):
+            return
+        if stream.hold is not None:
+            self.asked(stream, offset, None)
+        else:
+            self._outbox.replay(stream, offset, time.monotonic())
+
     def tick(self) -> None:
         """Probes the clients of held streams; lets streams flow again, or gives them up."""
         self.hold_unconfirmed()
