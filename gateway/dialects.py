@@ -6,6 +6,7 @@ from tokenbus.gateway import refused_paths, rerank, usage, vllm
 from tokenbus.gateway.anthropic import error_bodies as anthropic_errors
 from tokenbus.gateway.anthropic import messages, model_list
 from tokenbus.gateway.anthropic.schemas import AnthropicErrorBody
+from tokenbus.gateway.http import rate_limit_headers
 from tokenbus.gateway.http.http_errors import ErrorResponse
 from tokenbus.gateway.ollama import embeddings as ollama_embeddings
 from tokenbus.gateway.ollama import generation
@@ -41,7 +42,9 @@ OPENAI = Dialect(
 )
 """OpenAI's API, with the endpoints of others whose errors have its form."""
 ANTHROPIC = Dialect(
-    errors=ErrorForm(anthropic_errors.encode, AnthropicErrorBody, anthropic_errors.status_of),
+    errors=ErrorForm(
+        anthropic_errors.encode, AnthropicErrorBody, anthropic_errors.status_of, rate_limit_headers.to_anthropic
+    ),
     endpoints=(messages.ENDPOINT, messages.COUNT_TOKENS),
     resources=model_list.RESOURCES,
     prefixes=("/v1/messages/",),

@@ -23,6 +23,8 @@ from tokenbus.protocol.process import signals
 from tokenbus.protocol.telemetry import metrics, status, tracing
 from tokenbus.protocol.wire import messages, subjects
 from tokenbus.router.access.key_checks import KeyChecks
+from tokenbus.router.access.limits import Limits
+from tokenbus.router.access.quota import Quota, SharedBucket
 from tokenbus.router.fleet.fleet import Fleet
 from tokenbus.router.fleet.model_part import ModelPart
 from tokenbus.router.placement.policies import make_policies
@@ -46,7 +48,6 @@ from tokenbus.router.requests.models import ModelCatalog
 from tokenbus.router.requests.passing_on import PassingOn
 from tokenbus.router.requests.queueing.model_loads import ModelLoads
 from tokenbus.router.requests.queueing.placement_queue import PlacementQueue, PolicySettings
-from tokenbus.router.requests.queueing.rate_limiter import RateLimiter
 from tokenbus.router.requests.recovery import Recovery
 from tokenbus.router.requests.terminals import TerminalPublisher
 from tokenbus.router.requests.tokenization.piece_cache import PieceCache
@@ -74,8 +75,10 @@ class Router:
         rng: random.Random,
         tracer: tracing.Tracer,
         keys: KeyChecks | None = None,
+        bucket: SharedBucket | None = None,
     ) -> None:
-        """`keys` checks requests that name an API key; without it there are none."""
+        """`keys` checks requests that name an API key; without it there are none. Limits are leased from `bucket`;
+        without it they are shared out among the routers that are heard of."""
         self.metrics = RouterMetrics()
         self.ends = RequestEnds(router_id)
         self.usage: UsageRecorder | None = None
@@ -89,7 +92,9 @@ class Router:
             make_policies(), settings.policy, rng, settings.temperature, settings.min_remote_prefill_tokens
         )
         self._queue = PlacementQueue(self.fleet, policy, settings.queue, self.metrics)
-        self._rate_limiter = RateLimiter(settings.tenant_limits, settings.tenant_limit_overrides)
+        of_key = None if keys is None else keys.limits_of
+        self._limits = Limits(settings.tenant_limits, settings.tenant_limit_overrides, of_key)
+        self._quota = quota = Quota(self._limits, bus, names, router_id, bucket, self.metrics, rng)
         self._telemetry = FlightTelemetry(self.metrics, tracer, settings.request_log)
         terminals = TerminalPublisher(bus, self._replies, router_id, self.metrics)
         self._workers = workers = WorkerClient(bus, names, router_id, settings.max_upload_bytes)
@@ -107,17 +112,17 @@ class Router:
             Dispatcher(self.fleet, self._queue, attempts, self._loads, self.metrics, settings.patience_s),
             self._loads,
             terminals,
-            self._rate_limiter,
+            quota,
             self._telemetry,
             self.ends,
         )
-        self._calls = ClientCalls(self._replies, tracer, self.ends)
+        self._calls = ClientCalls(self._replies, tracer, self.ends, quota)
         kinds: list[CallKind[Any, Any]] = [
             EmbedCalls(any_worker, workers, self.fleet, self._loads, rng, self.metrics),
             RerankCalls(any_worker, workers, self.fleet, self._loads, rng, self.metrics),
             TokenizeCalls(prompts, self.fleet, self.metrics),
             DetokenizeCalls(prompts, self.fleet, self.metrics),
-            CacheHints(self.fleet, workers, self._rate_limiter, self.metrics),
+            CacheHints(self.fleet, workers, self.metrics),
         ]
         self._part = ModelPart(settings.model_patterns)
         catalog = ModelCatalog(self.fleet, self._queue, router_id, settings.max_request_bytes, settings.model_patterns)
@@ -220,13 +225,14 @@ class Router:
         """Applies the settings that may change while the router serves, and ignores the others."""
         self._queue.update_settings(settings.policy, settings.temperature, settings.queue)
         self._loads.hold_s = settings.hold_s
-        self._rate_limiter.set_limits(settings.tenant_limits, settings.tenant_limit_overrides)
+        self._limits.set_limits(settings.tenant_limits, settings.tenant_limit_overrides)
         self._telemetry.settings = settings.request_log
 
     async def open(self) -> None:
         """Discovers the workers, then starts to receive requests."""
         await self._watch.open()
         await self._workers.open()
+        await self._quota.open()
         await self._guardianship.open()
         await self._listing.open()
         await self._intake.open()
@@ -247,8 +253,8 @@ class Router:
         await self._intake.hear(name)
 
     async def run(self) -> None:
-        """Watches the fleet until cancelled."""
-        await self._watch.watch()
+        """Watches the fleet, and takes part in limits, until cancelled."""
+        await asyncio.gather(self._watch.watch(), self._quota.run())
 
     async def stop_intake(self) -> None:
         """Stops receiving requests, and guarding those that workers have."""
@@ -283,8 +289,9 @@ async def serve(settings: RouterSettings, read_settings: Callable[[], RouterSett
         names = subjects.Subjects(settings.prefix)
         tracer = await stack.enter_async_context(tracing.exporting(settings.otlp_traces_endpoint, "router", router_id))
         keys = settings.key_settings.watch(connection, settings.prefix) if settings.key_settings.are_used else None
+        bucket = Bucket(connection, bucket_name(settings.prefix, "quota"))
         checks = None if keys is None else KeyChecks(keys.ring)
-        router = Router(connection, names, router_id, settings, random.Random(), tracer, checks)
+        router = Router(connection, names, router_id, settings, random.Random(), tracer, checks, bucket)
         page = metrics.MetricsCollector(router.metrics.families(), router.update_gauges)
         shown = status.serving(settings.status_page, page.registry, lambda: router.unready_reason)
         await stack.enter_async_context(shown)

@@ -8,16 +8,16 @@ from tokenbus.protocol.bus import connection as nats
 from tokenbus.protocol.parts.assembly import UploadLimits
 from tokenbus.protocol.telemetry import status
 from tokenbus.protocol.wire import limits, subjects
+from tokenbus.router.access.limits import TenantLimits
 from tokenbus.router.placement.policies import make_policies
 from tokenbus.router.placement.remote_prefills import MIN_REMOTE_PREFILL_TOKENS
 from tokenbus.router.requests.flights.request_telemetry import RequestLogSettings
 from tokenbus.router.requests.queueing.placement_queue import QueueSettings
-from tokenbus.router.requests.queueing.rate_limiter import TenantLimits
 
 
 @dataclasses.dataclass(frozen=True)
 class RouterSettings:
-    """Settings of one router. Limits apply to this router alone, not to all routers together."""
+    """Settings of one router. Its limits are its own, except those of tenants, which routers enforce together."""
 
     broker: nats.BusSettings = dataclasses.field(default_factory=nats.BusSettings)
     prefix: str = subjects.DEFAULT_PREFIX

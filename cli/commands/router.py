@@ -8,11 +8,11 @@ from tokenbus.cli.console.arguments import COUNT, MIB, NAME, PATTERN, SECONDS, S
 from tokenbus.cli.console.flags import Flag, Parser, fields_of, text_of
 from tokenbus.protocol.access import usage
 from tokenbus.protocol.wire import subjects
+from tokenbus.router.access.limits import TenantLimits
 from tokenbus.router.placement.policies import POLICIES
 from tokenbus.router.placement.remote_prefills import MIN_REMOTE_PREFILL_TOKENS
 from tokenbus.router.requests.flights.request_telemetry import RequestLogSettings
 from tokenbus.router.requests.queueing.placement_queue import QueueSettings
-from tokenbus.router.requests.queueing.rate_limiter import TenantLimits
 from tokenbus.router.settings import RouterSettings
 
 
@@ -28,7 +28,7 @@ class TenantOverride(NamedTuple):
 
 def _limits(text: str) -> TenantLimits:
     concurrency, requests, tokens = text.split(",")
-    found = TenantLimits(int(concurrency), float(requests), float(tokens))
+    found = TenantLimits(int(concurrency), int(requests), int(tokens))
     if not all(0 <= number < float("inf") for number in found):
         raise ValueError
     return found
@@ -41,7 +41,7 @@ def _override(text: str) -> TenantOverride:
     return TenantOverride(tenant, _limits(limits))
 
 
-_LIMITS = ArgumentType(_limits, "three numbers of 0 or more, such as 8,600,100000", "OPEN,REQUESTS,TOKENS")
+_LIMITS = ArgumentType(_limits, "three whole numbers of 0 or more, such as 8,600,100000", "OPEN,REQUESTS,TOKENS")
 _OVERRIDE = ArgumentType(_override, "a tenant and its limits, such as acme=8,600,100000", "TENANT=OPEN,REQUESTS,TOKENS")
 
 
@@ -54,7 +54,7 @@ def add_flags(parser: Parser) -> None:
     flag("--site", NAME, "place where it runs: workers of other sites cost more", unset="all cost the same")
     flag("--site-cost-s", SECONDS, "time by which a worker of another site counts as slower")
     flag = parser.group("limits", RouterSettings)
-    limits = "limits of each tenant at this router: open requests, requests and tokens per minute; 0: no limit"
+    limits = "limits of each tenant at all routers together: open requests, requests and tokens per minute; 0: no limit"
     flag("--tenant-limit", _LIMITS, limits, TenantLimits(), reloads=True)
     flag("--tenant-limit-for", _OVERRIDE, "limits of one tenant, in place of --tenant-limit", [], reloads=True)
     flag.add(serve.INBOX_PREFIXES)

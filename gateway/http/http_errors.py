@@ -27,6 +27,8 @@ class ErrorResponse(NamedTuple):
     """In `prompt_too_long`."""
     request_id: str | None = None
     """The id of the HTTP request, if it has one."""
+    rate_limits: messages.RateLimits | None = None
+    """What the client has left of its limits, if one of them is the reason."""
     allow: str | None = None
     """The methods that the path has, if it lacks the one of the request."""
 
@@ -68,6 +70,7 @@ def from_error(error: errors.Error) -> ErrorResponse:
         error.retry_after_ms,
         error.prompt_tokens,
         error.context_length,
+        rate_limits=error.rate_limits,
     )
 
 

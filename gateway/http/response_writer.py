@@ -1,10 +1,16 @@
 """Writes the response to an HTTP request: in one piece, or as a stream of events."""
 
+import time
 from collections.abc import Callable, Mapping
 
 from starlette.types import Send
 
+from tokenbus.gateway.http import rate_limit_headers
 from tokenbus.gateway.http.http_errors import ErrorResponse
+from tokenbus.protocol.wire import messages
+
+LimitHeaders = Callable[[messages.RateLimits, float], dict[str, str]]
+"""Returns an API's headers for what a client has left, at a Unix time."""
 
 EVENT_STREAM = "text/event-stream"
 _STREAMED = {"cache-control": "no-cache", "x-accel-buffering": "no"}
@@ -16,11 +22,20 @@ _ID_HEADERS = (b"x-request-id", b"request-id")
 class ResponseWriter:
     """Writes one response. Writing waits while the client reads slowly."""
 
-    def __init__(self, send: Send, request_id: str, event_type: str = EVENT_STREAM) -> None:
+    def __init__(
+        self,
+        send: Send,
+        request_id: str,
+        event_type: str = EVENT_STREAM,
+        limit_headers: LimitHeaders = rate_limit_headers.to_openai,
+    ) -> None:
         """`event_type` is the media type of a stream of events."""
         self._send = send
         self._event_type = event_type
         self._request_id = request_id
+        self._limit_headers = limit_headers
+        self.rate_limits: messages.RateLimits | None = None
+        """What the client has left of its limits, for the headers."""
         self.status: int | None = None
         """None until the response has started."""
 
@@ -39,6 +54,7 @@ class ResponseWriter:
 
     async def send_error(self, status: int, response: ErrorResponse, encode: Callable[[ErrorResponse], bytes]) -> None:
         """Sends a whole error response, with its API's status and body."""
+        self.rate_limits = response.rate_limits or self.rate_limits
         await self.send_json(status, encode(self.named(response)), response.headers)
 
     def named(self, response: ErrorResponse) -> ErrorResponse:
@@ -54,6 +70,8 @@ class ResponseWriter:
     async def _start(self, status: int, headers: Mapping[str, str]) -> None:
         assert not self.has_started, self
         self.status = status
+        if self.rate_limits is not None:
+            headers = {**headers, **self._limit_headers(self.rate_limits, time.time())}
         pairs = [(name.encode(), value.encode()) for name, value in headers.items()]
         pairs += [(name, self._request_id.encode()) for name in _ID_HEADERS]
         await self._send({"type": "http.response.start", "status": status, "headers": pairs})

@@ -142,6 +142,7 @@ async def send_whole(
     num_logprobs = 0
     async for number, chunk in answers.chunks():
         log.on_chunk(chunk, number)
+        writer.rate_limits = chunk.rate_limits or writer.rate_limits
         num_logprobs += sum(1 + len(token.top) for token in chunk.logprobs or ())
         num_logprobs += sum(1 + len(token.top) for token in chunk.prompt_logprobs or ())
         if num_logprobs > MAX_LOGPROBS:
@@ -177,6 +178,7 @@ async def send_stream(
     sent_s = 0.0
     async for number, chunk in answers.chunks():
         log.on_chunk(chunk, number)
+        writer.rate_limits = chunk.rate_limits or writer.rate_limits
         events = readers[number].read(chunk)
         encoded = encoder.encode(number, events) if events else []
         response = http_errors.from_terminal(chunk)

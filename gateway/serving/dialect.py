@@ -13,9 +13,9 @@ import msgspec
 
 from tokenbus.client.wire.wire_client import WireClient
 from tokenbus.gateway.admission.callers import Caller
-from tokenbus.gateway.http import http_errors
+from tokenbus.gateway.http import http_errors, rate_limit_headers
 from tokenbus.gateway.http.http_errors import ErrorResponse, NameOf
-from tokenbus.gateway.http.response_writer import EVENT_STREAM
+from tokenbus.gateway.http.response_writer import EVENT_STREAM, LimitHeaders
 from tokenbus.gateway.serving import conversation
 from tokenbus.gateway.serving.answer_events import AnswerEvent, AnswerEventReader
 from tokenbus.gateway.serving.catalog import Listing
@@ -331,6 +331,8 @@ class ErrorForm(NamedTuple):
     schema: type[msgspec.Struct]
     status_of: Callable[[ErrorResponse], int] = operator.attrgetter("status")
     """Returns the status of an error response, where the API's differs from the wire's."""
+    limit_headers: LimitHeaders = rate_limit_headers.to_openai
+    """Returns the headers that say what a client has left of its limits."""
 
 
 class Dialect(NamedTuple):

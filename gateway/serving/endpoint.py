@@ -72,7 +72,7 @@ class EndpointApp:
         request = Request(scope, receive)
         request_id, shown_id = request_ids(request.headers.get("x-request-id", ""))
         log = RequestLog(request_id, services.metrics, path)
-        writer = ResponseWriter(send, shown_id, self._endpoint.event_type)
+        writer = ResponseWriter(send, shown_id, self._endpoint.event_type, self._form.limit_headers)
         method = self._endpoint.method
         known = {"http.request.method": method, "http.route": path, tracing.REQUEST_ID: request_id}
         span = tracing.start_span(services.tracer, f"{method} {path}", "server", request.headers, known)

@@ -5,6 +5,8 @@ from typing import NamedTuple
 
 import msgspec
 
+from tokenbus.protocol.wire.rate_limits import RateLimits
+
 
 class Code(enum.StrEnum):
     """The closed set of error codes; `CODES` says what each of them means."""
@@ -75,6 +77,8 @@ class Error(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     retry_after_ms: float | None = None
     prompt_tokens: int | None = None
     """In `prompt_too_long`: a lower bound of the prompt's tokens, if it and the limit are known."""
+    rate_limits: RateLimits | None = None
+    """In `overloaded`: what the client has left, if a limit of its own is the reason."""
     context_length: int | None = None
     """In `prompt_too_long`, with `prompt_tokens`: the maximum number of tokens of prompt and completion together."""
 

@@ -58,6 +58,8 @@ from tokenbus.protocol.wire.params import JsonSchema as JsonSchema
 from tokenbus.protocol.wire.params import Lora as Lora
 from tokenbus.protocol.wire.params import ReasoningOptions as ReasoningOptions
 from tokenbus.protocol.wire.params import ResponseFormat as ResponseFormat
+from tokenbus.protocol.wire.rate_limits import RateLimit as RateLimit
+from tokenbus.protocol.wire.rate_limits import RateLimits as RateLimits
 
 
 class FinishReason(enum.StrEnum):
@@ -300,6 +302,9 @@ class Chunk(Message, frozen=True, kw_only=True):
     """Progress of the prompt's computation, if asked for."""
     usage: Usage | UnsetType = UNSET
     """Token counts, in every terminal except a refusal."""
+    rate_limits: RateLimits | UnsetType = UNSET
+    """What the client has left, in the head, and in the terminal with `stream: false`, if its key or its tenant has
+    limits."""
     timings: Timings | UnsetType = UNSET
     """Durations, in every terminal except a refusal."""
     stop_match: str | int | UnsetType = UNSET

@@ -171,6 +171,7 @@ class Subjects:
         self.all_resyncs = (f"{prefix}.resync.*", f"{prefix}.resync.*.*", f"{prefix}.resync.*.*.*")
         self.all_guards = (f"{prefix}.guard.*", f"{prefix}.guard.*.*")
         self.all_cancels = (f"{prefix}.cancel.*", f"{prefix}.cancel.*.*", f"{prefix}.cancel.*.*.*")
+        self.all_routers = f"{prefix}.routers.*"
         self.without_model = (*self.all_cancels[:2], *self.all_resyncs[:2])
         """Cancels and resyncs that no worker receives because they do not name their model."""
         self._received = re.compile(rf"{re.escape(prefix)}\.worker\.[^.]+\.[^.]+\.received\.[^.]+").fullmatch
@@ -286,6 +287,10 @@ class Subjects:
     def router(self, router_id: str) -> str:
         """Returns the subject on which workers ask one particular router."""
         return f"{self.prefix}.router.{escape(router_id)}"
+
+    def router_beat(self, router_id: str) -> str:
+        """Returns the subject on which a router makes itself known to the others."""
+        return f"{self.prefix}.routers.{escape(router_id)}"
 
     def unguarded(self, model: str, worker_id: str, router_id: str) -> str:
         """Returns the reply subject of a worker's checks of one guardian."""

@@ -4,8 +4,9 @@ the id is looked up, never a secret."""
 from collections.abc import Iterable
 
 from tokenbus.protocol.access.key_ring import KeyProblem, KeyRefusedError, KeyRing
-from tokenbus.protocol.access.keys import KeyRecord, Role
+from tokenbus.protocol.access.keys import KeyLimits, KeyRecord, Role
 from tokenbus.protocol.wire import codec, errors, messages
+from tokenbus.router.access.limits import NO_LIMITS
 
 _CODES = {
     KeyProblem.INVALID: errors.Code.UNAUTHORIZED,
@@ -24,6 +25,11 @@ class KeyChecks:
 
     def __repr__(self) -> str:
         return f"<KeyChecks {self._ring!r}>"
+
+    def limits_of(self, key_id: str) -> KeyLimits:
+        """Returns the limits of a key; none for one that was removed."""
+        record = self._ring.get(key_id)
+        return NO_LIMITS if record is None else record.limits
 
     def find(self, tenant: str, key_id: str, now: float, clock: float) -> KeyRecord:
         """Returns the record of a tenant's key; `now` is Unix time, `clock` monotonic. Raises

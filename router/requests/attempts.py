@@ -192,6 +192,8 @@ class Attempts:
             router_network=self._bus.network,
             reply=flight.reply,
             key_id=flight.address.key_id,
+            charged_tokens=flight.ticket.num_tokens,
+            rate_limits=flight.rate_limits,
             encoding=flight.encoding,
             token_ids=flight.prompt_ids,
             params=_to_params(flight),

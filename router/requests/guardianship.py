@@ -233,7 +233,8 @@ class Guardianship:
         )
         address = subjects.ModelAddress(model, tenant, run.key_id)
         flight = Flight(request, address, run.reply, run.encoding, now - age_ms / 1e3, is_chat=run.is_chat)
-        flight.prompt_ids = run.token_ids
+        flight.prompt_ids, flight.rate_limits = run.token_ids, run.rate_limits
+        flight.num_charged = run.charged_tokens
         flight.adapters = tuple(Adapter(one.digest, one.scale) for one in run.adapters)
         flight.params_bytes = validation.params_bytes(run.params)
         if len(run.token_ids) % 4:

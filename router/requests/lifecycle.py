@@ -19,7 +19,8 @@ import structlog
 
 from tokenbus.protocol import tasks
 from tokenbus.protocol.telemetry import tracing
-from tokenbus.protocol.wire import block_hash, errors, limits, messages, subjects
+from tokenbus.protocol.wire import errors, limits, messages, subjects
+from tokenbus.router.access.quota import Quota
 from tokenbus.router.fleet.fleet import Fleet
 from tokenbus.router.requests.attempts import AlreadyStreamingError, Attempt
 from tokenbus.router.requests.dispatch import Dispatcher
@@ -28,7 +29,6 @@ from tokenbus.router.requests.flights.flight import Flight, Flights
 from tokenbus.router.requests.flights.request_telemetry import FlightTelemetry
 from tokenbus.router.requests.queueing.model_loads import ModelLoads
 from tokenbus.router.requests.queueing.placement_queue import PlacementQueue
-from tokenbus.router.requests.queueing.rate_limiter import RateLimiter, check_throttled
 from tokenbus.router.requests.terminals import TerminalPublisher
 from tokenbus.router.requests.tokenization.prompt_tokenizer import PromptTokenizer
 from tokenbus.router.workers.worker import Worker
@@ -56,7 +56,7 @@ class RequestLifecycle:
         dispatcher: Dispatcher,
         loads: ModelLoads,
         terminals: TerminalPublisher,
-        rate_limiter: RateLimiter,
+        quota: Quota,
         telemetry: FlightTelemetry,
         ends: RequestEnds,
     ) -> None:
@@ -67,7 +67,7 @@ class RequestLifecycle:
         self._dispatcher = dispatcher
         self._loads = loads
         self._terminals = terminals
-        self._rate_limiter = rate_limiter
+        self._quota = quota
         self._telemetry = telemetry
         self._ends = ends
         self._trimmed_at = 0.0
@@ -96,12 +96,19 @@ class RequestLifecycle:
             raise errors.request_error(errors.Code.DUPLICATE_REQUEST)
         if not self._flights.has_room(num_bytes):
             raise errors.RequestError(errors.make_error(errors.Code.OVERLOADED, retry_after_ms=1_000.0))
-        num_open = self._flights.num_of_tenant(flight.tenant)
-        check_throttled(self._rate_limiter.charge_request(flight.tenant, num_open, flight.received_at))
+        prompt = flight.request.token_ids
+        # until its tokens are known, text counts as if each had four bytes
+        num_prompt = num_bytes // 4 if prompt is None else len(prompt) // (4 if isinstance(prompt, bytes) else 1)
+        ticket, told = self._quota.admit(flight.address, num_prompt, flight.request.max_tokens)
+        if ticket is not None:
+            flight.ticket, flight.rate_limits = ticket, told
         self._flights.add(flight, num_bytes)
         self._telemetry.received(flight, headers)
         try:
-            self._begin(flight)
+            if ticket is None:
+                self._spawn(flight, functools.partial(self._charge_and_prepare, flight, num_prompt))
+            else:
+                self._begin(flight)
         except Exception as error:  # outermost frame of a request
             self._fail(flight, error)
             flight.span.end()
@@ -129,6 +136,7 @@ class RequestLifecycle:
         num_bytes = flight.num_bytes
         if not self._flights.has_room(num_bytes):
             return False
+        flight.ticket = self._quota.adopt(flight.address, flight.num_charged)
         self._flights.add(flight, num_bytes)
         self._telemetry.adopted(flight)
         if worker is None:
@@ -139,12 +147,13 @@ class RequestLifecycle:
 
     def finish(self, flight: Flight) -> None:
         """Forgets a request that its worker has ended, and tells its end if this router is its guardian."""
-        self.forget(flight, BY_WORKER)
+        self._remove(flight, is_end=True)
+        self._terminals.log_end(flight, BY_WORKER)
         self._ends.tell_ended_by_worker(flight)
 
     def forget(self, flight: Flight, reason: str) -> None:
         """Forgets a request that another router has taken over, or that is left to its worker (`by_worker`)."""
-        self._flights.remove(flight)
+        self._remove(flight, is_end=False)
         self._terminals.log_end(flight, reason)
 
     def cancel(self, key: str, model: str | None) -> bool:
@@ -282,7 +291,7 @@ class RequestLifecycle:
             self._end(flight, error.error)
         elif isinstance(error, AlreadyStreamingError):
             if self._flights.holds(flight):
-                self._flights.remove(flight)
+                self._remove(flight, is_end=True)
             self._log.warning("duplicate_dropped", request_id=flight.key)
         else:  # whatever went wrong, the client gets a terminal
             self._log.exception("request_failed", request_id=flight.key)
@@ -317,6 +326,16 @@ class RequestLifecycle:
         else:
             self._spawn(flight, functools.partial(self._prepare_and_dispatch, flight, workers, attempt))
 
+    async def _charge_and_prepare(self, flight: Flight, num_prompt: int) -> None:
+        """Continues a request that had to wait until a limit was leased. Raises RequestError if it is used up."""
+        flight.ticket, flight.rate_limits = await self._quota.admitted(
+            flight.address, num_prompt, flight.request.max_tokens
+        )
+        workers = None
+        if not self._prompts.must_wait(flight):
+            workers = self._prompts.check(flight)
+        await self._prepare_and_dispatch(flight, workers, None)
+
     def _answered(self, flight: Flight, reply: object) -> None:
         """Hands a request over to the worker that has accepted it; any other answer is left to a task."""
         attempt = self._sent.get(flight)
@@ -350,18 +369,25 @@ class RequestLifecycle:
         await self._dispatcher.dispatch(flight, attempt=attempt)
 
     def _set_prompt(self, flight: Flight, packed: bytes) -> None:
-        """Takes the tokens of a request's prompt. Raises RequestError if its tenant is throttled."""
+        """Takes the tokens of a request's prompt."""
         # the seed is drawn here, or a worker that continues the stream would draw another
         self._flights.set_prompt_ids(flight, packed, secrets.randbits(32))
-        num_tokens = len(packed) // block_hash.TOKEN_BYTES + (flight.request.max_tokens or 0)
-        check_throttled(self._rate_limiter.charge_tokens(flight.tenant, num_tokens, time.monotonic()))
+
+    def _remove(self, flight: Flight, *, is_end: bool) -> None:
+        """Forgets a request, and corrects what it was charged if it has ended; otherwise its next guardian does."""
+        self._flights.remove(flight)
+        prompt, completion = flight.num_prompt_tokens, flight.num_streamed_tokens
+        if (end := flight.end) is not None:
+            prompt, completion = end.prompt_tokens, end.completion_tokens
+        num_tokens = prompt + completion if is_end and flight.is_named else None
+        self._quota.close(flight.ticket, flight.address, num_tokens, completion)
 
     def _end(self, flight: Flight, error: errors.Error | None) -> None:
         """Sends this router's own terminal, or the one that a worker has left for a stream that could not be continued.
         A cancelled request always ends as `cancelled`, whatever else failed."""
         if not self._flights.holds(flight):
             return
-        self._flights.remove(flight)
+        self._remove(flight, is_end=True)
         if flight.cancelled or error is None:
             self._terminals.end(flight, None)
             self._ends.tell_flight(flight, messages.FinishReason.CANCELLED)

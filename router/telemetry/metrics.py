@@ -131,7 +131,21 @@ class RouterMetrics(MetricFamilies):
         self.usage_counters = Gauge(f"{_P}_usage_counters", "Sums of usage in memory.")
         self.usage_unsaved = Gauge(f"{_P}_usage_unsaved_seconds", "How long the oldest usage has not been saved.")
         self.usage_failures = Counter(f"{_P}_usage_failures", "Failed attempts to save usage.")
+        self.throttled = Counter(
+            f"{_P}_throttled", "Requests beyond a limit of their key or tenant, by unit.", ("unit",)
+        )
+        self.quota_leases = Counter(f"{_P}_quota_leases", "Leases of limits that routers share, by unit.", ("unit",))
+        self.quota_conflicts = Counter(
+            f"{_P}_quota_conflicts", "Leases that were asked for again since another router was quicker."
+        )
+        self.quota_fallbacks = Counter(
+            f"{_P}_quota_fallbacks", "Times that limits were shared out since their bucket could not be reached."
+        )
+        self.quota_leasing = Gauge(f"{_P}_quota_leasing", "1 while limits hold across routers, by leases of a bucket.")
         self.snapshots = Counter(f"{_P}_snapshots", "Snapshots that closed a gap in a worker's event log.")
+        for unit in ("requests", "tokens", "tokens_per_day", "concurrency"):
+            self.throttled.labels(unit)
+            self.quota_leases.labels(unit)
         for phase in _PHASES:
             self.phases.labels(phase)
         for code in errors.Code:  # export zeros now: Prometheus does not see a counter that starts at 1 increase

@@ -1,10 +1,14 @@
 """Builders for the messages of workers, and for fleets that have received them."""
 
+import random
 from collections.abc import Sequence
 
 from tokenbus.protocol.wire import block_hash, codec, internal, messages, subjects
+from tokenbus.router.access.limits import Limits, TenantLimits
+from tokenbus.router.access.quota import Quota
 from tokenbus.router.fleet.fleet import Fleet
 from tokenbus.router.requests.flights.flight import Flight
+from tokenbus.router.telemetry.metrics import RouterMetrics
 from tokenbus.router.workers.worker import Worker
 
 READY = messages.WorkerState.READY
@@ -15,6 +19,12 @@ DRAINING, RESTARTING, STARTING, STOPPED = (
     messages.WorkerState.STOPPED,
 )
 LOAD_OF_3 = messages.Load(running=2, waiting=1)
+
+
+def free_quota() -> Quota:
+    """Returns limits that no client has."""
+    limits = Limits(TenantLimits(), {}, None)
+    return Quota(limits, None, subjects.Subjects(), "r", None, RouterMetrics(), random.Random(1))  # type: ignore[arg-type]
 
 
 def at(worker_id: str, model: str = "demo") -> subjects.WorkerAddress:

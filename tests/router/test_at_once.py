@@ -18,9 +18,9 @@ from tokenbus.protocol.bus import bus
 from tokenbus.protocol.telemetry.tracing import NoopTracer
 from tokenbus.protocol.wire import codec, errors, internal, limits, messages, subjects
 from tokenbus.router.access.key_checks import KeyChecks
+from tokenbus.router.access.limits import TenantLimits
 from tokenbus.router.requests.flights.ends import BY_WORKER, RequestEnd
 from tokenbus.router.requests.flights.flight import Flight
-from tokenbus.router.requests.queueing.rate_limiter import TenantLimits
 from tokenbus.router.serve import Router
 from tokenbus.router.settings import RouterSettings
 
@@ -237,13 +237,46 @@ async def test_a_bug_while_its_accept_is_read_ends_it_in_internal(
 
 
 async def test_what_no_worker_would_accept_is_refused_at_once() -> None:
-    testbed = await Testbed(tenant_limits=TenantLimits(tokens_per_minute=4)).open()
-    testbed.ask("a", max_tokens=2)
-    testbed.ask("b", max_tokens=2)
+    testbed = await Testbed().open()
     testbed.ask("c", token_ids=[1] * 600)
     codes = [one.error.code for one in testbed.terminals() if one.error]
-    assert codes == [errors.Code.OVERLOADED, errors.Code.PROMPT_TOO_LONG]
-    assert (len(testbed.router.flights), testbed.num_tasks) == (1, 0)
+    assert codes == [errors.Code.PROMPT_TOO_LONG]
+    assert (len(testbed.router.flights), testbed.num_tasks) == (0, 0)
+
+
+async def test_a_request_beyond_a_limit_is_refused_at_once_with_what_is_left_and_when_more_is() -> None:
+    testbed = await Testbed(tenant_limits=TenantLimits(tokens_per_minute=6)).open()
+    testbed.ask("a", max_tokens=2)
+    await turns()  # its router takes its share first
+    (run,) = testbed.runs()
+    assert _runs.decode(run.payload).charged_tokens == 5
+    testbed.ask("b", max_tokens=2)
+    (terminal,) = testbed.terminals()
+    assert terminal.error
+    assert terminal.error.code is errors.Code.OVERLOADED
+    assert terminal.error.rate_limits
+    assert terminal.error.rate_limits.tokens
+    assert (terminal.error.rate_limits.tokens.limit, terminal.error.rate_limits.tokens.remaining) == (6, 0)
+    assert terminal.error.retry_after_ms
+    assert 30_000 < terminal.error.retry_after_ms <= 50_000
+
+
+async def test_the_answer_is_charged_as_it_was_and_not_as_it_could_have_been() -> None:
+    testbed = await Testbed(tenant_limits=TenantLimits(tokens_per_minute=6_000)).open()
+    testbed.ask("a", max_tokens=32_000)
+    await turns()
+    (run,) = testbed.runs()
+    sent = _runs.decode(run.payload)
+    assert sent.charged_tokens == 3 + 256
+    assert sent.rate_limits
+    testbed.answer(run, ACCEPTED)
+    await turns()
+    testbed.flight.completion.token_ids.extend([5] * 10)
+    testbed.router._lifecycle.finish(testbed.flight)
+    (share,) = testbed.router._limits.windows.values()
+    assert share.spent == 13
+    testbed.ask("b", max_tokens=32_000)
+    assert _runs.decode(testbed.runs()[0].payload).charged_tokens == 3 + 10
 
 
 KEY = keys.new_key()

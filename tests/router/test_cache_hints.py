@@ -13,7 +13,6 @@ from tokenbus.protocol.wire import codec, errors, internal, messages
 from tokenbus.protocol.wire.subjects import ModelAddress
 from tokenbus.router.requests.calls.cache_hints import CacheHints
 from tokenbus.router.requests.calls.client_calls import Call
-from tokenbus.router.requests.queueing.rate_limiter import RateLimiter, TenantLimits
 from tokenbus.router.telemetry.metrics import RouterMetrics
 
 
@@ -26,12 +25,11 @@ class Told(NamedTuple):
 class Testbed:
     __test__ = False
 
-    def __init__(self, limits: TenantLimits | None = None) -> None:
+    def __init__(self) -> None:
         self.told: list[Told] = []
         able = codec.replace(card("new"), features=[*card("new").features, "cache_control"])
         fleet = fleet_of(able, card("old"))
-        limiter = RateLimiter(limits or TenantLimits(), {})
-        self.hints = CacheHints(fleet, self, limiter, RouterMetrics())  # type: ignore[arg-type]
+        self.hints = CacheHints(fleet, self, RouterMetrics())  # type: ignore[arg-type]
 
     def publish(self, card: messages.Card, service: str, message: msgspec.Struct) -> None:
         assert isinstance(message, internal.Control)
@@ -65,13 +63,3 @@ def test_a_model_that_nobody_serves_is_an_error() -> None:
         errors.Code.NO_WORKER,
         errors.Code.MODEL_NOT_FOUND,
     )
-
-
-def test_a_hint_counts_as_a_request_of_its_tenant() -> None:
-    bed = Testbed(TenantLimits(requests_per_minute=1))
-    bed.take(0.0)
-    refused = refusal_of(lambda: bed.take(0.0))
-    assert refused.code is errors.Code.OVERLOADED
-    assert refused.retry_after_ms
-    assert bed.take(0.0, tenant="globex").id == "r"
-    assert len(bed.told) == 2

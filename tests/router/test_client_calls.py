@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from tests.router.builders import card, fleet_of
+from tests.router.builders import card, fleet_of, free_quota
 from tokenbus.protocol.bus.bus import PayloadTooLargeError
 from tokenbus.protocol.telemetry import tracing
 from tokenbus.protocol.wire import codec, errors, messages
@@ -52,7 +52,7 @@ class Testbed:
         self.tokenizer, self.replies, self.ends = Tokenizer(), Replies(), RequestEnds()
         fleet = fleet_of(card("w1"), card("w2"))
         self.kind = TokenizeCalls(self.tokenizer, fleet, RouterMetrics())  # type: ignore[arg-type]
-        self.calls = ClientCalls(self.replies, tracing.NoopTracer(), self.ends)  # type: ignore[arg-type]
+        self.calls = ClientCalls(self.replies, tracing.NoopTracer(), self.ends, free_quota())  # type: ignore[arg-type]
 
     def start(self, request_id: str, tenant: str = "acme", num_bytes: int = 100, *, only_count: bool = False) -> None:
         body = messages.TokenizeRequest(id=request_id, prompt="x", only_count=only_count)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 from nats.aio.msg import Msg
 
-from tests.router.builders import NoLoads, at, card, events, fleet_of, flight, known
+from tests.router.builders import NoLoads, at, card, events, fleet_of, flight, free_quota, known
 from tests.support.recording_bus import RecordingBus
 from tokenbus.protocol.bus import bus
 from tokenbus.protocol.bus.reply_sender import ReplySender
@@ -111,7 +111,7 @@ class Testbed:
         metrics = RouterMetrics()
         telemetry = FlightTelemetry(metrics, tracing.NoopTracer(), RequestLogSettings())
         self.dispatcher = Dispatcher()
-        parts = (self.dispatcher, NoLoads(), Terminals(), None, telemetry, RequestEnds())
+        parts = (self.dispatcher, NoLoads(), Terminals(), free_quota(), telemetry, RequestEnds())
         self.lifecycle = RequestLifecycle(self.fleet, self.flights, None, Queue(), *parts)  # type: ignore[arg-type]
         attempts = Attempts(self.broker, NAMES, None, self.fleet, self.flights, "this-router")  # type: ignore[arg-type]
         self.parts = WorkerClient(self.broker, NAMES, "this-router", 1_000_000)  # type: ignore[arg-type]

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.router.builders import NoLoads, card, fleet_of, flight, known
+from tests.router.builders import NoLoads, card, fleet_of, flight, free_quota, known
 from tokenbus.protocol.telemetry import tracing
 from tokenbus.protocol.wire import errors, messages
 from tokenbus.router.requests.flights.ends import RequestEnds
@@ -65,7 +65,7 @@ class Testbed:
         self.dispatcher, self.terminals = Dispatcher(), Terminals()
         telemetry = FlightTelemetry(RouterMetrics(), tracing.NoopTracer(), RequestLogSettings())
         queue = Queue(self.dispatcher)
-        parts = (self.dispatcher, NoLoads(), self.terminals, None, telemetry, RequestEnds())
+        parts = (self.dispatcher, NoLoads(), self.terminals, free_quota(), telemetry, RequestEnds())
         self.lifecycle = RequestLifecycle(self.fleet, self.flights, None, queue, *parts)  # type: ignore[arg-type]
         self.offered: list[str] = []
         self._accepts = accepts

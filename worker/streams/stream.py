@@ -197,7 +197,10 @@ class WorkerStream:
         if not self.is_streamed or self.terminal is not None:
             return None
         empty = self._empty(self._replay_buffer.num_tokens, self._replay_buffer.text_bytes)
-        return codec.replace(empty, hash_scheme=self.hash_scheme, progress=progress, sampling=self.sampling)
+        told = codec.unset_if_none(self.run.rate_limits)
+        return codec.replace(
+            empty, hash_scheme=self.hash_scheme, progress=progress, sampling=self.sampling, rate_limits=told
+        )
 
     @property
     def prompt_offset(self) -> int | UnsetType:
@@ -474,6 +477,7 @@ class WorkerStream:
             stopped_by=stopped_by,
             error=codec.unset_if_none(error),
             routing=codec.unset_if_none(self.run.routing),
+            rate_limits=UNSET if self.is_streamed else codec.unset_if_none(self.run.rate_limits),
         )
 
     def _timings(self, output: engine_output.Output) -> messages.Timings | UnsetType:

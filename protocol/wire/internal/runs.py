@@ -88,6 +88,10 @@ class Run(public.Message, frozen=True, kw_only=True, omit_defaults=True):
     """The generation parameters of the request."""
     key_id: str = ""
     """The id of the client's API key; empty if it has none. It is for the request's next guardian."""
+    charged_tokens: Annotated[int, COUNT] = 0
+    """Tokens that count against limits of the client until the request has ended. They are for its next guardian."""
+    rate_limits: public.RateLimits | None = None
+    """What the client is told of its limits."""
     adapters: list[RunAdapter] = []
     """The adapters that `lora` in `params` names, ordered by digest, each once, without those whose scale is 0."""
     is_chat: bool = False

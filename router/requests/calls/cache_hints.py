@@ -14,23 +14,21 @@ from tokenbus.protocol.wire.checks import validation
 from tokenbus.router.fleet.fleet import Fleet
 from tokenbus.router.requests.calls.client_calls import Call, CallKind
 from tokenbus.router.requests.flights.worker_client import WorkerClient, workers_for
-from tokenbus.router.requests.queueing.rate_limiter import RateLimiter, check_throttled
 from tokenbus.router.telemetry.metrics import RouterMetrics
 
 FEATURE = "cache_control"
 
 
 class CacheHints(CallKind[messages.CacheRequest, internal.Control]):
-    """Passes hints on. Each counts as a request of its tenant."""
+    """Passes hints on. Each counts as a request of its key and tenant."""
 
     operation = otel_operation = "cache"
     bodies = codec.Decoder(messages.CacheRequest)
     replies = messages.CacheReply
 
-    def __init__(self, fleet: Fleet, workers: WorkerClient, rate_limiter: RateLimiter, metrics: RouterMetrics) -> None:
+    def __init__(self, fleet: Fleet, workers: WorkerClient, metrics: RouterMetrics) -> None:
         self._fleet = fleet
         self._workers = workers
-        self._rate_limiter = rate_limiter
         self._metrics = metrics
         self._log = structlog.get_logger()
 
@@ -40,12 +38,10 @@ class CacheHints(CallKind[messages.CacheRequest, internal.Control]):
         return internal.Control(op="retain", session_id=body.session_id, ttl_ms=body.cache_control.ttl_ms)
 
     async def answer(self, call: Call[messages.CacheRequest, internal.Control]) -> messages.CacheReply:
-        """Passes a hint on. Raises RequestError for a model that is not served, and for a tenant that has used up its
-        requests."""
+        """Passes a hint on. Raises RequestError for a model that is not served."""
         now = time.monotonic()
         model, tenant, _ = call.address
         told = self._fleet.workers_of(model) or workers_for(self._fleet, model, now)
-        check_throttled(self._rate_limiter.charge_request(tenant, 0, now))
         hint = codec.replace(call.work, tenant=tenant)
         for worker in told:
             if FEATURE in worker.card.features:

@@ -17,6 +17,8 @@ from tokenbus.protocol.bus.bus import PayloadTooLargeError
 from tokenbus.protocol.bus.reply_sender import ReplySender
 from tokenbus.protocol.telemetry import tracing
 from tokenbus.protocol.wire import codec, errors, limits, messages, subjects
+from tokenbus.router.access.limits import FREE, Ticket
+from tokenbus.router.access.quota import Quota
 from tokenbus.router.requests.flights.ends import RequestEnds
 
 MAX_OPEN = 1_024
@@ -57,6 +59,8 @@ class Call(Generic[BodyT, WorkT]):
     num_bytes: int
     """The size of its message."""
     span: tracing.Span = tracing.NOOP_SPAN
+    ticket: Ticket | None = FREE
+    """What it has been charged; None while it waits to be."""
     ended_by: errors.Code = errors.Code.SHUTTING_DOWN
     """The error with which the call ends if its task is cancelled."""
 
@@ -79,6 +83,8 @@ class CallKind(ABC, Generic[BodyT, WorkT]):
     replies: ClassVar[type[Reply]]
     names_adapters: ClassVar[bool] = True
     """Whether the name of a model with an adapter is allowed, and means the model."""
+    counts: ClassVar[bool] = True
+    """Whether it counts as a request against the limits of its key and tenant."""
     is_bounded_by_memory: ClassVar[bool] = False
     inputs_field: ClassVar[str | None] = None
     """The field of the request that is to blame if the reply is too large."""
@@ -99,10 +105,11 @@ class CallKind(ABC, Generic[BodyT, WorkT]):
 class ClientCalls:
     """The calls that one router has received and not answered."""
 
-    def __init__(self, replies: ReplySender, tracer: tracing.Tracer, ends: RequestEnds) -> None:
+    def __init__(self, replies: ReplySender, tracer: tracing.Tracer, ends: RequestEnds, quota: Quota) -> None:
         self._replies = replies
         self._tracer = tracer
         self._ends = ends
+        self._quota = quota
         self._open: dict[Call[Any, Any], asyncio.Task[None]] = {}
         self._by_key: dict[str, list[Call[Any, Any]]] = {}
         """The same calls. Clients may use an id for several at a time."""
@@ -116,9 +123,11 @@ class ClientCalls:
         return f"<ClientCalls, {len(self._open)} open>"
 
     def admit_call(self, kind: CallKind[BodyT, WorkT], call: Call[BodyT, WorkT], headers: tracing.Headers) -> None:
-        """Takes a call. Raises RequestError(overloaded) if too many are open."""
+        """Takes a call. Raises RequestError(overloaded) if too many are open, or a limit of its client is used up."""
         if not self._has_room(kind, call):
             raise errors.RequestError(errors.make_error(errors.Code.OVERLOADED, retry_after_ms=1_000.0))
+        if kind.counts:
+            call.ticket, _ = self._quota.admit(call.address, call.num_bytes // 4, 0)
         model = call.address.model
         self._log.info("call_received", request_id=call.request_id, op=kind.operation, model=model)
         known = {
@@ -164,6 +173,8 @@ class ClientCalls:
 
     async def _carry(self, kind: CallKind[BodyT, WorkT], call: Call[BodyT, WorkT]) -> None:
         try:
+            if call.ticket is None:
+                call.ticket, _ = await self._quota.admitted(call.address, call.num_bytes // 4, 0)
             reply = await kind.answer(call)
         except errors.RequestError as error:
             reply = kind.replies(id=call.request_id, error=error.error)
@@ -194,6 +205,8 @@ class ClientCalls:
         call.span.end()
         kind.count(code or "ok")
         usage = reply.usage if isinstance(reply, PooledReply) and code is None else None
+        if call.ticket is not None:
+            self._quota.close(call.ticket, call.address, usage.prompt_tokens if usage else 0)
         self._ends.tell_call(kind.operation, call.address, call.request_id, code, usage)
         self._log.info(
             "call_finished",

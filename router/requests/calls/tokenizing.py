@@ -17,6 +17,7 @@ SourceT = TypeVar("SourceT", internal.Tokenize, internal.Detokenize)
 
 
 class _Tokenizing(CallKind[BodyT, SourceT]):
+    counts = False
     is_bounded_by_memory = True
 
     def __init__(self, prompts: PromptTokenizer, fleet: Fleet, metrics: RouterMetrics) -> None:

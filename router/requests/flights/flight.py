@@ -6,13 +6,13 @@
 A flight is unaccepted exactly while its `worker_id` is None. Pure."""
 
 import dataclasses
-from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator
 
 from tokenbus.protocol.telemetry import long_waits, tracing
 from tokenbus.protocol.wire import codec, internal, messages, subjects
 from tokenbus.protocol.wire.block_hash import Adapter
 from tokenbus.protocol.wire.checks import validation
+from tokenbus.router.access.limits import FREE, Ticket
 from tokenbus.router.requests.flights.completion import PartialCompletion
 
 _TRIM_TO = 0.9
@@ -81,6 +81,12 @@ class Flight:
     cancelled: bool = False
     last_words: messages.Chunk | None = None
     """The terminal of a worker that gave it up, in case no other continues it; None once another worker may have."""
+    num_charged: int = 0
+    """Tokens that an earlier guardian has charged it."""
+    ticket: Ticket = FREE
+    """What it has been charged."""
+    rate_limits: messages.RateLimits | None = None
+    """What its client is told of its limits."""
     is_named: bool = True
     """Whether its worker's log names this router as the guardian, or is certain to do so; while it is False, another
     router may act on the request."""
@@ -172,7 +178,6 @@ class Flights:
         self._accepted: dict[subjects.WorkerAddress, dict[str, Flight]] = {}
         self._streams: dict[str, dict[int, Flight]] = {}
         """The flights that workers stream, by incarnation and stream number."""
-        self._num_by_tenant: Counter[str] = Counter()
 
     def __repr__(self) -> str:
         return f"<Flights {len(self._flights)} of {self._capacity}, {self._held_bytes} bytes>"
@@ -188,12 +193,7 @@ class Flights:
         assert flight.key not in self._flights, flight
         assert flight.worker_id is None, flight
         self._flights[flight.key] = self._unaccepted[flight.key] = flight
-        self._num_by_tenant[flight.tenant] += 1
         self._set_held_bytes(flight, num_bytes)
-
-    def num_of_tenant(self, tenant: str) -> int:
-        """Open requests of a tenant."""
-        return self._num_by_tenant[tenant]
 
     def find_flight(self, key: str) -> Flight | None:
         return self._flights.get(key)
@@ -286,9 +286,6 @@ class Flights:
 
     def remove(self, flight: Flight) -> None:
         del self._flights[flight.key]
-        self._num_by_tenant[flight.tenant] -= 1
-        if not self._num_by_tenant[flight.tenant]:
-            del self._num_by_tenant[flight.tenant]
         self._set_held_bytes(flight, 0)
         self.unbind_stream(flight)
         if flight.worker_id is None:
@@ -317,7 +314,6 @@ class Flights:
         assert accepted.keys() | self._unaccepted.keys() == self._flights.keys()
         assert not accepted.keys() & self._unaccepted.keys()
         assert all(self._accepted.values())
-        assert self._num_by_tenant == Counter(flight.tenant for flight in self._flights.values())
 
     def _set_held_bytes(self, flight: Flight, num_bytes: int) -> None:
         self._held_bytes += num_bytes - flight.held_bytes

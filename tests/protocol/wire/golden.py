@@ -483,6 +483,8 @@ PUBLIC: list[tuple[str, messages.Message]] = [
     ),
 ]
 
+RATE_LIMITS = messages.RateLimits(requests=messages.RateLimit(limit=60, remaining=4, reset_ms=1_500.0))
+
 RUN = internal.Run(
     request_id="default:r-1",
     attempt=0,
@@ -505,7 +507,7 @@ LAST_WORDS = messages.Chunk(
 
 INTERNAL: list[tuple[str, messages.Message]] = [
     ("what must be there", RUN),
-    ("of an API key", codec.replace(RUN, key_id="abcdefghij")),
+    ("of an API key", codec.replace(RUN, key_id="abcdefghij", charged_tokens=300, rate_limits=RATE_LIMITS)),
     (
         "everything",
         internal.Run(

@@ -1,0 +1,266 @@
+"""Charges requests to the limits of their key and of their tenant, from what this router has leased of each.
+
+A request is charged once, when it comes, with its prompt and the answer that is expected; when it ends, the charge is
+corrected by what it has really taken. Between them, nothing is charged again. What has to be leased or renewed is
+collected here, and fetched by `quota.py`."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
+
+from tokenbus.protocol.access.keys import KeyLimits
+from tokenbus.protocol.wire import messages, subjects
+from tokenbus.router.access.slots import SlotShare
+from tokenbus.router.access.windows import DAY_S, WINDOW_S, Budget, WindowShare
+
+MAX_ACCOUNTS = 16_384
+"""Shares that are kept; beyond that, the least recently used ones are dropped."""
+MAX_EXPECTED = 4_096
+"""Means of answers that are kept."""
+_FIRST_ANSWER = 256.0
+"""Tokens that an answer is expected to have while nothing is known."""
+_UNTIL_SLOT_S = 1.0
+
+REQUESTS, TOKENS, TOKENS_A_DAY, CONCURRENCY = "requests", "tokens", "tokens_per_day", "concurrency"
+UNITS = (REQUESTS, TOKENS, TOKENS_A_DAY, CONCURRENCY)
+_SHOWN = {REQUESTS: "requests per minute", TOKENS: "tokens per minute", TOKENS_A_DAY: "tokens per day"}
+
+
+class TenantLimits(NamedTuple):
+    """Limits of one tenant; 0 means unlimited."""
+
+    concurrency: int = 0
+    """Requests open at the same time."""
+    requests_per_minute: int = 0
+    tokens_per_minute: int = 0
+    """Prompt and completion tokens."""
+
+
+class Account(NamedTuple):
+    """One limit of one key or tenant."""
+
+    scope: str
+    """The id of a key, or `=` and the token of a tenant, which no id contains."""
+    unit: str
+
+
+class Throttled(NamedTuple):
+    """The reason for which a request is refused, and the seconds until a retry may succeed."""
+
+    account: Account
+    reason: str
+    retry_after_s: float
+
+
+class Ticket:
+    """What a request has been charged."""
+
+    __slots__ = ("num_tokens", "scopes")
+
+    def __init__(self, scopes: tuple[tuple[str, KeyLimits], ...], num_tokens: int) -> None:
+        self.scopes = scopes
+        self.num_tokens = num_tokens
+
+    def __repr__(self) -> str:
+        return f"<Ticket of {[scope for scope, _ in self.scopes]}, {self.num_tokens} tokens>"
+
+
+FREE = Ticket((), 0)
+"""The ticket of requests that have no limits."""
+NO_LIMITS = KeyLimits()
+
+
+class Limits:
+    """All limits, as one router sees them. Times `now` are the broker's Unix time."""
+
+    def __init__(
+        self,
+        tenants: TenantLimits,
+        overrides: Mapping[str, TenantLimits],
+        limits_of_key: Callable[[str], KeyLimits] | None,
+    ) -> None:
+        """`tenants` are the limits of each tenant without an override; `limits_of_key` returns those of a key's id, if
+        there are keys."""
+        self._limits_of_key = limits_of_key
+        self.set_limits(tenants, overrides)
+        self.windows: OrderedDict[Account, WindowShare] = OrderedDict()
+        self.slots: OrderedDict[Account, SlotShare] = OrderedDict()
+        self.wanted: dict[Account, None] = {}
+        """Shares for which more is to be leased."""
+        self.on_wanted: Callable[[], None] = lambda: None
+        self._expected: OrderedDict[tuple[str, str], float] = OrderedDict()
+
+    def __repr__(self) -> str:
+        return f"<Limits, {len(self.windows)} windows, {len(self.slots)} slots>"
+
+    def set_limits(self, tenants: TenantLimits, overrides: Mapping[str, TenantLimits]) -> None:
+        """Changes the limits of tenants; what they have used counts."""
+        self._tenants = KeyLimits(**tenants._asdict())
+        self._overrides = {name: KeyLimits(**one._asdict()) for name, one in overrides.items()}
+        self._has_tenant_limits = any(one != NO_LIMITS for one in (self._tenants, *self._overrides.values()))
+
+    @property
+    def are_used(self) -> bool:
+        """Whether any client may have limits."""
+        return self._limits_of_key is not None or self._has_tenant_limits
+
+    def has_any(self, address: subjects.ModelAddress) -> bool:
+        """Whether a client may have limits; quick if it has none."""
+        return bool(address.key_id) or self._has_tenant_limits
+
+    def scopes_of(self, address: subjects.ModelAddress) -> tuple[tuple[str, KeyLimits], ...]:
+        """Returns the key and the tenant of a request, as far as they have limits."""
+        found = []
+        if address.key_id and self._limits_of_key is not None:
+            limits = self._limits_of_key(address.key_id)
+            if limits != NO_LIMITS:
+                found.append((address.key_id, limits))
+        if self._has_tenant_limits and (limits := self._overrides.get(address.tenant, self._tenants)) != NO_LIMITS:
+            found.append((f"={subjects.encode_name(address.tenant)}", limits))
+        return tuple(found)
+
+    def admit(
+        self, address: subjects.ModelAddress, num_prompt: int, most: int | None, now: float
+    ) -> Ticket | Throttled | None:
+        """Charges a request with `num_prompt` tokens whose answer has at most `most`; None if a lease has to be waited
+        for, to try again afterwards."""
+        scopes = self.scopes_of(address)
+        if not scopes:
+            return FREE
+        pending = False
+        shares = []
+        for scope, limits in scopes:
+            for account, share in self._windows_of(scope, limits):
+                share.roll(now)
+                shares.append((account, share))
+                if share.rest > 0:
+                    continue
+                if share.is_full:
+                    words = f"{_of(scope, address)} has used up its {share.limit:g} {_SHOWN[account.unit]} for now"
+                    return Throttled(account, words, share.wait_s(now))
+                pending = True
+                self._want(account, share, now)
+            if limits.concurrency:
+                account, slots = self._slots_of(scope, limits)
+                slots.expire(now)
+                if slots.has_room:
+                    continue
+                self._want(account, slots, now)
+                if slots.is_full:
+                    words = f"{_of(scope, address)} has as many open requests as it may have: {limits.concurrency}"
+                    return Throttled(account, words, _UNTIL_SLOT_S)
+                pending = True
+        if pending:
+            return None
+        num_tokens = num_prompt + self._expected_answer(address, most)
+        for account, share in shares:
+            share.charge(1.0 if account.unit == REQUESTS else num_tokens)
+            if share.needs_lease:
+                self._want(account, share, now)
+        self._open(scopes, now)
+        return Ticket(scopes, num_tokens)
+
+    def adopt(self, address: subjects.ModelAddress, num_charged: int, now: float) -> Ticket:
+        """Counts a request of another router, which has charged it with that many tokens, as open here."""
+        scopes = self.scopes_of(address) if self.has_any(address) else ()
+        self._open(scopes, now)
+        return Ticket(scopes, num_charged)
+
+    def close(self, ticket: Ticket, address: subjects.ModelAddress, num_tokens: int | None, completion: int) -> None:
+        """Corrects the charge of a request that has ended, or is left to another router: then `num_tokens` is None."""
+        if not ticket.scopes:
+            return
+        for scope, limits in ticket.scopes:
+            if num_tokens is not None and num_tokens != ticket.num_tokens:
+                for unit in (TOKENS, TOKENS_A_DAY):
+                    if (share := self.windows.get(Account(scope, unit))) is not None:
+                        share.settle(num_tokens - ticket.num_tokens)
+            if limits.concurrency and (slots := self.slots.get(Account(scope, CONCURRENCY))) is not None:
+                slots.num_open = max(0, slots.num_open - 1)
+        ticket.scopes = ()
+        if num_tokens is not None and completion:
+            self._learn((address.key_id or address.tenant, address.model), completion)
+
+    def report(self, address: subjects.ModelAddress, now: float) -> messages.RateLimits | None:
+        """Returns what key and tenant have left, for the client; None if they have no limits."""
+        scopes = self.scopes_of(address)
+        if not scopes:
+            return None
+        requests: list[Budget] = []
+        tokens: list[Budget] = []
+        for scope, limits in scopes:
+            for account, share in self._windows_of(scope, limits):
+                share.roll(now)
+                (requests if account.unit == REQUESTS else tokens).append(share.budget(now))
+        return messages.RateLimits(requests=_least(requests), tokens=_least(tokens))
+
+    def due(self, now: float) -> list[Account]:
+        """Returns the slots that have to be renewed or given back."""
+        return [account for account, slots in self.slots.items() if slots.is_due(now)]
+
+    def _windows_of(self, scope: str, limits: KeyLimits) -> Iterator[tuple[Account, WindowShare]]:
+        if limits.requests_per_minute:
+            yield self._window(Account(scope, REQUESTS), limits.requests_per_minute, WINDOW_S)
+        if limits.tokens_per_minute:
+            yield self._window(Account(scope, TOKENS), limits.tokens_per_minute, WINDOW_S)
+        if limits.tokens_per_day:
+            yield self._window(Account(scope, TOKENS_A_DAY), limits.tokens_per_day, DAY_S)
+
+    def _window(self, account: Account, limit: int, seconds: float) -> tuple[Account, WindowShare]:
+        share = self.windows.get(account)
+        if share is None:
+            share = self.windows[account] = WindowShare(limit, seconds)
+            if len(self.windows) > MAX_ACCOUNTS:
+                self.windows.popitem(last=False)
+        else:
+            self.windows.move_to_end(account)
+        share.limit = limit
+        return account, share
+
+    def _slots_of(self, scope: str, limits: KeyLimits) -> tuple[Account, SlotShare]:
+        account = Account(scope, CONCURRENCY)
+        slots = self.slots.get(account)
+        if slots is None:
+            slots = self.slots[account] = SlotShare(limits.concurrency)
+            if len(self.slots) > MAX_ACCOUNTS:
+                idle = next((one for one, held in self.slots.items() if not held.num_open), account)
+                del self.slots[idle]
+        slots.limit = limits.concurrency
+        return account, slots
+
+    def _open(self, scopes: tuple[tuple[str, KeyLimits], ...], now: float) -> None:
+        for scope, limits in scopes:
+            if limits.concurrency:
+                account, slots = self._slots_of(scope, limits)
+                slots.num_open += 1
+                if not slots.has_room and not slots.is_full:
+                    self._want(account, slots, now)
+
+    def _want(self, account: Account, share: WindowShare | SlotShare, now: float) -> None:
+        if share.asked_at is None:
+            share.asked_at = now
+            self.wanted[account] = None
+            self.on_wanted()
+
+    def _expected_answer(self, address: subjects.ModelAddress, most: int | None) -> int:
+        if most == 0:
+            return 0
+        mean = self._expected.get((address.key_id or address.tenant, address.model), _FIRST_ANSWER)
+        return int(mean if most is None else min(mean, most))
+
+    def _learn(self, of: tuple[str, str], completion: int) -> None:
+        mean = self._expected.pop(of, None)
+        self._expected[of] = float(completion) if mean is None else mean + 0.1 * (completion - mean)
+        if len(self._expected) > MAX_EXPECTED:
+            self._expected.popitem(last=False)
+
+
+def _of(scope: str, address: subjects.ModelAddress) -> str:
+    return f"tenant {address.tenant!r}" if scope.startswith("=") else f"the API key {scope}"
+
+
+def _least(budgets: list[Budget]) -> messages.RateLimit | None:
+    if not budgets:
+        return None
+    one = min(budgets, key=lambda budget: budget.remaining)
+    return messages.RateLimit(limit=one.limit, remaining=one.remaining, reset_ms=round(1e3 * one.reset_s, 1))

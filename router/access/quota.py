@@ -1,0 +1,397 @@
+"""Leases what this router needs of limits from a bucket that all routers share, and shares them out without one.
+
+While the bucket can be reached, each window and each set of slots is leased from its record by compare-and-set. When it
+can't, or has just been made, each router takes an even share, by the number of routers that are heard of:
+
+    leases --the bucket fails in window w--> nothing more in w, then shares --it is back in v--> leases from v + 1
+
+What others have leased in w is unknown, so that a router that fell back at once could exceed the limit. A bucket that
+was made in window v knows nothing of what was leased from the one before it: leases begin in v + 2, when every router
+has noticed. Each router tells the others once a second that it is there, and whether it leases: those that lease leave
+their shares to those that can't.
+
+Windows are those of the broker's clock, which is read from the time of an entry that this router has just put: routers'
+own clocks may step."""
+
+import asyncio
+import contextlib
+import random
+import secrets
+import time
+from datetime import datetime
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
+import structlog
+from nats.aio.msg import Msg
+
+from tokenbus.protocol import tasks
+from tokenbus.protocol.bus.bucket import BucketConflictError, BucketError, BucketLimits, BucketState, Entry
+from tokenbus.protocol.bus.bus import Bus, OutboundBufferLimitError
+from tokenbus.protocol.wire import errors, messages, subjects
+from tokenbus.router.access.limits import FREE, Account, Limits, Throttled, Ticket
+from tokenbus.router.access.slots import SlotRecord
+from tokenbus.router.access.windows import DAY_S, WINDOW_S, Record
+from tokenbus.router.telemetry.metrics import RouterMetrics
+
+BUCKET_LIMITS = BucketLimits(max_bytes=256 * 1024 * 1024, max_age_s=2 * DAY_S)
+_TICK_S = 1.0
+_PROBE_S = 2.0
+_ALIVE_S = 3.5
+"""A router that has not been heard of for this long is gone."""
+_MAX_ROUTERS = 1_024
+_MAX_TRIES = 6
+_JITTER_S = 0.002
+_AT_ONCE = 32
+_WAIT_S = 2.0
+"""A request waits for a lease for at most this long."""
+_NEVER = 2**62
+_CLOCK = "clock"
+
+_SHARES = b"shares"
+_HEARD_S = 1.5
+"""Time within which the others hear that this router takes shares."""
+_PAUSED_S = 2.5
+
+
+class _Heard(NamedTuple):
+    at: float
+    shares: bool
+
+
+_records = msgspec.msgpack.Decoder(Record)
+_slots = msgspec.msgpack.Decoder(SlotRecord)
+_encoder = msgspec.msgpack.Encoder()
+
+
+class SharedBucket(Protocol):
+    """What is used of a bucket (`protocol/bus/bucket.py`)."""
+
+    async def create(self, limits: BucketLimits) -> None: ...
+    async def state(self) -> BucketState: ...
+    async def get(self, key: str) -> Entry | None: ...
+    async def put(self, key: str, value: bytes) -> int: ...
+    async def create_entry(self, key: str, value: bytes) -> int: ...
+    async def update(self, key: str, value: bytes, revision: int) -> int: ...
+
+
+class Quota:
+    """The limits of one router's clients, which all routers enforce together."""
+
+    def __init__(
+        self,
+        limits: Limits,
+        bus: Bus,
+        names: subjects.Subjects,
+        router_id: str,
+        bucket: SharedBucket | None,
+        metrics: RouterMetrics,
+        rng: random.Random,
+    ) -> None:
+        """Without a bucket, limits are always shared out."""
+        self._limits = limits
+        self._bus = bus
+        self._names = names
+        self._router_id = router_id
+        self._name = secrets.token_hex(4)
+        """Names this process in records: an id may be that of an earlier one."""
+        self._bucket = bucket
+        self._metrics = metrics
+        self._rng = rng
+        self._offset_s = time.time() - time.monotonic()
+        self._others: dict[str, _Heard] = {}
+        self._ticked_at: float | None = None
+        self._quiet_until = 0.0
+        """Nothing is leased until the other routers have been heard."""
+        self._resumed_in = -1
+        """The window in which this process ran again after a pause: routers that take shares did not count it."""
+        self._created = ""
+        self._leases_from, self._shares_from = _NEVER, 0
+        self._probed_at = -_PROBE_S
+        self._leasing: asyncio.Task[None] | None = None
+        self._round: asyncio.Future[None] | None = None
+        """Done when the leases that are being asked for are answered."""
+        self._log = structlog.get_logger()
+        limits.on_wanted = self._wake
+
+    def __repr__(self) -> str:
+        return f"<Quota {self._limits!r}, {'leases' if self.is_leasing else 'shares'} of {self.num_routers} routers>"
+
+    @property
+    def now(self) -> float:
+        """The broker's Unix time, as far as it is known."""
+        return time.monotonic() + self._offset_s
+
+    @property
+    def num_routers(self) -> int:
+        """The routers that are heard of, this one included."""
+        alive = time.monotonic() - _ALIVE_S
+        return 1 + sum(one.at > alive for one in self._others.values())
+
+    @property
+    def _is_paused(self) -> bool:
+        """Whether this process has not run for a while."""
+        return self._ticked_at is not None and time.monotonic() - self._ticked_at > _PAUSED_S
+
+    @property
+    def _num_sharing(self) -> int:
+        """The other routers that take even shares."""
+        alive = time.monotonic() - _ALIVE_S
+        return sum(one.at > alive and one.shares for one in self._others.values())
+
+    @property
+    def is_leasing(self) -> bool:
+        """Whether the bucket is used."""
+        return self._window >= self._leases_from
+
+    @property
+    def _window(self) -> int:
+        return int(self.now // WINDOW_S)
+
+    def admit(
+        self, address: subjects.ModelAddress, num_prompt: int, most: int | None
+    ) -> tuple[Ticket | None, messages.RateLimits | None]:
+        """Charges a request with `num_prompt` tokens whose answer has at most `most`, and returns its ticket with what
+        its client is told; no ticket if a lease has to be waited for. Raises RequestError(overloaded)."""
+        if not self._limits.has_any(address):
+            return FREE, None
+        now = self.now
+        if self._is_paused:
+            self._resume(now)
+        charged = self._limits.admit(address, num_prompt, most, now)
+        if isinstance(charged, Throttled):
+            self._metrics.throttled.labels(charged.account.unit).inc()
+            raise self._refusal(charged, address, now)
+        return charged, None if charged is None else self._limits.report(address, now)
+
+    async def admitted(
+        self, address: subjects.ModelAddress, num_prompt: int, most: int | None
+    ) -> tuple[Ticket, messages.RateLimits | None]:
+        """Does the same, and waits for a lease. Raises RequestError(overloaded)."""
+        until = time.monotonic() + _WAIT_S
+        while True:
+            ticket, told = self.admit(address, num_prompt, most)
+            if ticket is not None:
+                return ticket, told
+            if time.monotonic() >= until:
+                problem = "the limits of this client can't be read at the moment"
+                raise errors.RequestError(errors.make_error(errors.Code.OVERLOADED, problem, retry_after_ms=1_000.0))
+            await self._answered()
+
+    def adopt(self, address: subjects.ModelAddress, num_charged: int) -> Ticket:
+        """Counts a request that another router has charged."""
+        return self._limits.adopt(address, num_charged, self.now)
+
+    def close(
+        self, ticket: Ticket, address: subjects.ModelAddress, num_tokens: int | None, completion: int = 0
+    ) -> None:
+        """Corrects a charge when its request has ended, or leaves it as it is for the next guardian (None)."""
+        self._limits.close(ticket, address, num_tokens, completion)
+
+    def _refusal(self, throttled: Throttled, address: subjects.ModelAddress, now: float) -> errors.RequestError:
+        wait_ms = round(throttled.retry_after_s * 1e3, 1)
+        error = errors.make_error(errors.Code.OVERLOADED, throttled.reason, retry_after_ms=wait_ms)
+        return errors.RequestError(msgspec.structs.replace(error, rate_limits=self._limits.report(address, now)))
+
+    async def open(self) -> None:
+        """Begins to hear of other routers, and looks for the bucket, if any client has limits."""
+        if self._limits.are_used:
+            await self._tick()
+
+    async def run(self) -> None:
+        """Makes itself known, and renews what is held, until cancelled."""
+        while True:
+            await asyncio.sleep(_TICK_S)
+            if self._limits.are_used:
+                await self._tick()
+
+    def _resume(self, now: float) -> None:
+        """Begins again after this process was paused: the others have not heard of it, nor it of them."""
+        self._ticked_at = time.monotonic()
+        self._quiet_until = self._ticked_at + _HEARD_S
+        self._resumed_in = int(now // WINDOW_S)
+        self._beat()
+        self._shares_from = int((now + _HEARD_S) // WINDOW_S) + 1
+        for share in self._limits.windows.values():
+            share.drop_share()
+
+    async def _tick(self) -> None:
+        if self._is_paused:
+            self._resume(self.now)
+        if self._ticked_at is None:
+            self._quiet_until = time.monotonic() + _HEARD_S / 2
+            await self._bus.subscribe(self._names.all_routers, self._on_router)
+        self._ticked_at = time.monotonic()
+        self._beat()
+        if self._bucket is not None and time.monotonic() - self._probed_at >= _PROBE_S:
+            await self._probe(self._bucket)
+        self._metrics.quota_leasing.set(self.is_leasing)
+        for account in self._limits.due(self.now):
+            self._limits.wanted[account] = None
+        if self._limits.wanted:
+            self._wake()
+
+    def _on_router(self, message: Msg) -> None:
+        router = message.subject.rpartition(".")[2]
+        now = time.monotonic()
+        if router == subjects.escape(self._router_id):
+            return
+        if router not in self._others:
+            self._others = {name: one for name, one in self._others.items() if now - one.at < _ALIVE_S}
+            if len(self._others) >= _MAX_ROUTERS:
+                return
+            self._beat()  # a new one counts this one too, at once
+        self._others[router] = _Heard(now, message.data == _SHARES)
+
+    def _beat(self) -> None:
+        with contextlib.suppress(OutboundBufferLimitError, ConnectionError):
+            self._bus.publish(self._names.router_beat(self._router_id), b"" if self.is_leasing else _SHARES)
+
+    async def _probe(self, bucket: SharedBucket) -> None:
+        """Reads the broker's clock, and finds out whether the bucket is there and is the same one."""
+        self._probed_at = time.monotonic()
+        try:
+            if self._leases_from == _NEVER:
+                await bucket.create(BUCKET_LIMITS)
+            state = await bucket.state()
+            began_at = time.monotonic()
+            await bucket.put(_CLOCK, b"")
+            entry = await bucket.get(_CLOCK)
+            if entry is not None:
+                self._offset_s = _unix(entry.written_at) - (began_at + time.monotonic()) / 2
+        except BucketError as error:
+            self._failed(error)
+            return
+        if state.created != self._created:
+            was_known, self._created = bool(self._created), state.created
+            self._begin_leasing(_unix(state.created), is_first=not was_known)
+        elif self._leases_from == _NEVER:
+            self._begin_leasing(_unix(state.created), is_first=False)
+
+    def _begin_leasing(self, created_at: float, *, is_first: bool) -> None:
+        made, window = int(created_at // WINDOW_S), self._window
+        self._leases_from = max(made + 2, window if is_first and not self._limits.windows else window + 1)
+        if not is_first and made + 2 > window:
+            self._shares_from = max(self._shares_from, window + 1)
+        self._log.info("quota_leased", created=self._created, in_s=max(0.0, self._leases_from * WINDOW_S - self.now))
+        for share in self._limits.windows.values():
+            share.end_shares(WINDOW_S)
+
+    def _failed(self, error: BucketError) -> None:
+        if self._leases_from != _NEVER:
+            # a router that has leased in this window does not know what others still have of it
+            self._shares_from = int((self.now + _HEARD_S) // WINDOW_S) + 1
+            self._leases_from = _NEVER
+            self._beat()
+            self._metrics.quota_fallbacks.inc()
+            self._log.error("quota_unreachable", error=str(error), routers=self.num_routers)
+
+    def _wake(self) -> None:
+        if self._round is None:
+            self._round = asyncio.get_running_loop().create_future()
+        if self._leasing is None or self._leasing.done():
+            self._leasing = tasks.background("lease limits", self._lease_wanted())
+
+    async def _answered(self) -> None:
+        if self._round is None:
+            self._wake()
+        assert self._round is not None
+        await asyncio.shield(self._round)
+
+    async def _lease_wanted(self) -> None:
+        try:
+            while self._limits.wanted:
+                some = list(self._limits.wanted)[:_AT_ONCE]
+                for account in some:
+                    del self._limits.wanted[account]
+                await asyncio.gather(*map(self._lease, some))
+        finally:
+            ended, self._round = self._round, None
+            if ended is not None and not ended.done():
+                ended.set_result(None)
+
+    async def _lease(self, account: Account) -> None:
+        windows, slots = self._limits.windows.get(account), self._limits.slots.get(account)
+        share = windows or slots
+        if share is None:
+            return
+        try:
+            if (quiet_s := self._quiet_until - time.monotonic()) > 0:
+                await asyncio.sleep(quiet_s)
+            if not self.is_leasing or self._bucket is None or (self._num_sharing and self._window == self._resumed_in):
+                self._share_out(account)
+                return
+            has_failed = False
+            for attempt in range(_MAX_TRIES):
+                try:
+                    if await self._try(self._bucket, account):
+                        return
+                except BucketConflictError:
+                    self._metrics.quota_conflicts.inc()
+                except BucketError:
+                    if has_failed:
+                        raise
+                    has_failed = True  # only the answer may have been lost: then the lease is found in the record
+                await asyncio.sleep(self._rng.uniform(0, _JITTER_S * 2**attempt))
+        except BucketError as error:
+            self._failed(error)
+            self._share_out(account)
+        finally:
+            share.asked_at = None
+
+    async def _try(self, bucket: SharedBucket, account: Account) -> bool:
+        """Leases once; returns False to try again. Raises BucketError."""
+        key = f"{account.scope}.{account.unit}"
+        entry = await bucket.get(key)
+        if entry is None and (state := await bucket.state()).created != self._created:
+            raise BucketError(f"the bucket was made again at {state.created}")
+        value = None if entry is None else entry.value
+        if (slots := self._limits.slots.get(account)) is not None:
+            held = slots.lease(_decoded(_slots, value), self._name, self.num_routers, self.now)
+            await self._store(bucket, key, entry, held.record)
+            slots.take(held)
+        elif (share := self._limits.windows.get(account)) is not None:
+            share.roll(self.now)
+            leased = share.lease(_decoded(_records, value), self._name, self.num_routers, self._num_sharing)
+            if leased is None:
+                return False
+            if leased.is_new:
+                await self._store(bucket, key, entry, leased.record)
+            share.take(leased)
+        self._metrics.quota_leases.labels(account.unit).inc()
+        return True
+
+    async def _store(self, bucket: SharedBucket, key: str, entry: Entry | None, record: msgspec.Struct) -> None:
+        value = _encoder.encode(record)
+        if entry is None:
+            await bucket.create_entry(key, value)
+        else:
+            await bucket.update(key, value, entry.revision)
+
+    def _share_out(self, account: Account) -> None:
+        share = self._limits.windows.get(account)
+        if share is not None:
+            share.roll(self.now)
+            if self._window >= self._shares_from:
+                share.share_out(self.num_routers)
+            else:
+                share.is_full = True
+        elif (slots := self._limits.slots.get(account)) is not None:
+            slots.share_out(self.num_routers, self.now)
+
+
+def _decoded(decoder: "msgspec.msgpack.Decoder[Any]", value: bytes | None) -> Any:
+    """Decodes a record; one that can't be read counts as none, and is replaced."""
+    if value is None:
+        return None
+    try:
+        return decoder.decode(value)
+    except (msgspec.MsgspecError, ValueError):
+        return None
+
+
+def _unix(written_at: str) -> float:
+    """Returns the Unix time of the broker's `2026-11-24T18:10:00.123456789Z`."""
+    seconds, _, rest = written_at.removesuffix("Z").partition(".")
+    fraction = float(f"0.{rest}") if rest.isdigit() else 0.0
+    return datetime.fromisoformat(f"{seconds}+00:00").timestamp() + fraction

@@ -1,0 +1,214 @@
+"""The share that one router has of a limit per minute or per day, and how routers divide such a limit.
+
+Time is cut into windows by the broker's clock. What a limit allows in one window is taken from a record that all
+routers share, a part at a time, before it is needed:
+
+    record    taken  ###########################........    capacity of the window
+    router    granted  |########|   spent  |#####---|        rest = granted - spent
+
+A request is let through while there is a rest, however much it costs: what it costs beyond that is reported with the
+next lease, and counts against this window and, if it must, later ones. So routers together exceed a limit by at most
+one request each, and one that is larger than a window is delayed, never locked out.
+
+Each lease has a number, and a record the last number of each router: if the answer to a put is lost, its lease is found
+in the record instead of being taken again."""
+
+import math
+from typing import NamedTuple
+
+import msgspec
+
+WINDOW_S = 10.0
+DAY_S = 86_400.0
+_MINUTE_S = 60.0
+_PARTS = 4
+"""A lease is this part of a router's even share of a window."""
+_DAY_PARTS = 256
+"""A lease is at most this part of a day's limit: a router that is killed has spent it in vain."""
+_MAX_LEASES = 64
+
+
+class Lease(msgspec.Struct, frozen=True, array_like=True):
+    """The last lease of a router in a record."""
+
+    number: int
+    excess: float
+    """What the router had spent beyond its earlier leases."""
+    granted: float
+    """What it got in addition."""
+    window: int
+
+
+class Record(msgspec.Struct, frozen=True):
+    """What routers have taken of one limit, as they share it."""
+
+    window: int
+    taken: float
+    leases: dict[str, Lease] = {}
+    """The last lease of each router, by its name."""
+
+
+class Leased(NamedTuple):
+    record: Record
+    lease: Lease
+    is_new: bool
+    """Whether the record has to be stored; otherwise an earlier put had succeeded."""
+
+
+class Budget(NamedTuple):
+    """What is left of a limit for now."""
+
+    limit: int
+    """The limit per minute, or per day."""
+    remaining: int
+    reset_s: float
+    """Time until more becomes available."""
+
+
+class WindowShare:
+    """One router's share of one limit. Unix times `now` are the broker's."""
+
+    __slots__ = (
+        "asked_at",
+        "granted",
+        "is_full",
+        "is_shared_out",
+        "leased",
+        "limit",
+        "mean_charge",
+        "number",
+        "seconds",
+        "spent",
+        "taken",
+        "window",
+    )
+
+    def __init__(self, limit: float, seconds: float) -> None:
+        self.limit = limit
+        self.seconds = seconds
+        self.window = -1
+        self.granted = 0.0
+        self.leased = 0.0
+        """The part of it that is in the record."""
+        self.spent = 0.0
+        self.taken = 0.0
+        """What all routers have taken of this window, as far as this one knows."""
+        self.is_full = False
+        """Whether nothing more can be taken of this window."""
+        self.is_shared_out = False
+        """Whether this router has its even share of this window, because there is no record."""
+        self.mean_charge = 1.0
+        self.number = 0
+        self.asked_at: float | None = None
+        """When a lease was asked for that has not been answered."""
+
+    def __repr__(self) -> str:
+        return f"<WindowShare {self.spent:g} of {self.granted:g} in window {self.window}, {self.capacity:g} in all>"
+
+    @property
+    def capacity(self) -> float:
+        """What the limit allows in one window."""
+        return self.limit if self.seconds == DAY_S else self.limit * self.seconds / _MINUTE_S
+
+    @property
+    def rest(self) -> float:
+        return self.granted - self.spent
+
+    @property
+    def needs_lease(self) -> bool:
+        """Whether a lease should be asked for, so that it is there before it is needed."""
+        return not self.is_full and not self.is_shared_out and self.rest <= self.granted / 2
+
+    def roll(self, now: float) -> None:
+        """Begins another window if it is time. A rest is lost; what was spent beyond it is not forgiven, and neither is
+        anything by a clock that was set back."""
+        window = int(now // self.seconds)
+        if window == self.window:
+            return
+        excess = max(0.0, self.spent - self.granted)
+        self.granted, self.leased, self.spent, self.taken = 0.0, 0.0, excess, 0.0
+        self.window, self.is_full, self.is_shared_out = window, False, False
+
+    def charge(self, amount: float) -> None:
+        """Spends an amount, which may exceed the rest."""
+        self.spent += amount
+        self.mean_charge += 0.1 * (amount - self.mean_charge)
+
+    def settle(self, amount: float) -> None:
+        """Corrects an earlier charge, perhaps one of an earlier window, by an amount that may be negative."""
+        self.spent += amount
+
+    def wait_s(self, now: float) -> float:
+        """Returns the time until there may be a rest again, if this window is full."""
+        unit = self.granted if self.is_shared_out else self.capacity
+        excess = max(0.0, self.taken - self.capacity) + max(0.0, self.spent - self.granted)
+        return max(0.001, (self.window + 1 + math.floor(excess / unit)) * self.seconds - now)
+
+    def share_out(self, num_routers: int) -> None:
+        """Takes this router's even share of the window, where routers have no record."""
+        if not self.is_shared_out:
+            self.granted += max(0.0, self.capacity - self.taken) / max(1, num_routers)
+            self.is_shared_out = self.is_full = True
+
+    def end_shares(self, shortest_s: float) -> None:
+        """Leases again within a window that is longer than `shortest_s`: what was spent of a share is then reported
+        as what was spent in excess."""
+        if self.is_shared_out and self.seconds > shortest_s:
+            self.granted, self.is_shared_out, self.is_full = self.leased, False, False
+
+    def lease(self, record: Record | None, router: str, num_routers: int, num_sharing: int = 0) -> Leased | None:
+        """Returns the record with another lease of this router, which is to be stored in place of the given one; None
+        if other routers are in the next window already, as this one soon will be. `num_sharing` of the routers take
+        even shares instead, which are left to them."""
+        if record is not None and record.window == self.window + 1:
+            return None
+        found = self.current(record)
+        if (last := found.leases.get(router)) is not None and last.number == self.number:
+            return Leased(found, last, is_new=False)
+        excess = max(0.0, self.spent - self.granted)
+        taken = found.taken + excess
+        part = self.capacity / (_PARTS * max(1, num_routers))
+        if self.seconds == DAY_S:
+            part = min(part, self.capacity / _DAY_PARTS)
+        part = max(part, 1.0, self.mean_charge)
+        grant = min(max(0.0, self.capacity * (1 - num_sharing / max(1, num_routers)) - taken), part)
+        lease = Lease(self.number, excess, grant, self.window)
+        leases = {name: one for name, one in found.leases.items() if one.window >= self.window - 1 and name != router}
+        while len(leases) >= _MAX_LEASES:
+            del leases[next(iter(leases))]
+        return Leased(Record(self.window, taken + grant, {**leases, router: lease}), lease, is_new=True)
+
+    def current(self, record: Record | None) -> Record:
+        """Returns the record as of this window: each window repays what one before has taken too much."""
+        if record is None:
+            return Record(self.window, self.taken)
+        passed = self.window - record.window
+        if passed <= 0:  # the same one, or one of a clock that was set back since
+            return Record(self.window, max(record.taken, self.taken if passed == 0 else 0.0), record.leases)
+        return Record(self.window, max(0.0, record.taken - passed * self.capacity), record.leases)
+
+    def drop_share(self) -> None:
+        """Gives up what is left of an even share: others may have taken it since this router was last heard of."""
+        if self.is_shared_out:
+            self.granted = min(self.granted, max(self.spent, self.leased))
+
+    def take(self, leased: Leased) -> None:
+        """Takes a lease that is stored. One for an earlier window has come too late: only its excess counts."""
+        self.number += 1
+        lease = leased.lease
+        if lease.window == self.window:
+            self.taken = max(self.taken, leased.record.taken)
+            self.granted += lease.excess + lease.granted
+            self.leased += lease.excess + lease.granted
+            self.is_full = lease.granted <= 0.0
+        else:
+            self.spent -= lease.excess
+
+    def budget(self, now: float) -> Budget:
+        """Returns what is left, as far as this router knows."""
+        left = max(0.0, self.rest) + (0.0 if self.is_shared_out else max(0.0, self.capacity - self.taken))
+        remaining = int(min(left, self.capacity))
+        return Budget(int(self.limit), remaining, self.wait_s(now) if self.is_full else self._until_next(now))
+
+    def _until_next(self, now: float) -> float:
+        return max(0.0, (self.window + 1) * self.seconds - now)

@@ -1,0 +1,161 @@
+"""Routers exceed a limit by at most one request each, whatever happens to them and to their bucket, and use it up."""
+
+import os
+import random
+
+import msgspec
+import pytest
+
+from tests.router.access.quota_world import QuotaWorld
+from tests.sim.world import world
+from tokenbus.router.access.limits import Account, TenantLimits
+from tokenbus.router.access.windows import WINDOW_S, Record
+
+HISTORIES = int(os.environ.get("TOKENBUS_QUOTA_HISTORIES", "12"))
+"""`make test` plays a few; the long form plays 1,000."""
+LIMITS = TenantLimits(0, 240, 60_000)
+LARGEST = 400
+
+
+def prompt_of(rng: random.Random) -> int:
+    return rng.choice((20, 100, LARGEST))
+
+
+def faults(made: QuotaWorld) -> None:
+    """Plans what goes wrong in the next minute."""
+    rng, now = made.rng, made.world.now
+    for _ in range(rng.randrange(1, 5)):
+        kind = rng.choice(("kill", "pause", "lose", "down", "answers"))
+        at = now + rng.uniform(1.0, 55.0)
+        if kind == "kill" and len(made.routers) > 1:
+
+            def kill() -> None:
+                if len(made.routers) > 1:
+                    made.kill(rng.choice(made.routers))
+
+            made.world.at(at, kill)
+        elif kind == "pause":
+            router = rng.choice(made.routers)
+            made.world.at(at, lambda router=router: setattr(router.process, "is_paused", True))  # type: ignore[misc]
+            until = at + rng.uniform(0.1, 15.0)
+            made.world.at(until, lambda router=router: setattr(router.process, "is_paused", False))  # type: ignore[misc]
+        elif kind == "lose":
+            made.world.at(at, made.broker.lose)
+        elif kind == "down":
+            made.world.at(at, lambda: setattr(made.broker, "is_down", True))
+            made.world.at(at + rng.uniform(0.1, 20.0), lambda: setattr(made.broker, "is_down", False))
+        elif kind == "answers":
+            made.broker.p_lost_answer = 0.05
+
+
+@pytest.mark.parametrize("seed", range(HISTORIES))
+def test_whatever_happens_routers_exceed_a_limit_by_at_most_a_request_each(seed: int) -> None:
+    with world(seed) as virtual:
+        made = QuotaWorld(virtual, virtual.rng.randrange(1, 6), LIMITS)
+        virtual.run(25.0)  # the bucket is new: leases begin in the window after the next one
+        faults(made)
+        made.load(virtual.rng.choice((2.0, 8.0, 30.0)), 60.0, lambda: prompt_of(virtual.rng))
+        virtual.run(62.0)
+        assert made.worst_excess(made.requests, LIMITS.requests_per_minute / 6, 1) <= 1.0
+        assert made.worst_excess(made.tokens, LIMITS.tokens_per_minute / 6, LARGEST) <= 1.0
+        assert all(not router.process.faults for router in made.routers)
+
+
+@pytest.mark.parametrize("num_routers", [1, 4])
+def test_what_a_limit_allows_is_used_up_and_is_charged_once(num_routers: int) -> None:
+    with world(7) as virtual:
+        made = QuotaWorld(virtual, num_routers, LIMITS)
+        virtual.run(25.0)
+        virtual.run(WINDOW_S - made.broker.now % WINDOW_S)
+        made.broker.p_lost_answer = 0.02
+        made.load(20.0, 60.0, lambda: 10)
+        virtual.run(59.9)
+        assert 0.9 * 240 <= sum(made.requests.values()) <= 240 + num_routers
+        assert made.num_refused > 500
+        made.broker.p_lost_answer = 0.0
+        virtual.run(2 * WINDOW_S)
+        made.load(1.0, 5.0, lambda: 10)
+        virtual.run(6.0)
+        window = int(made.broker.now // WINDOW_S)
+        for unit in ("requests", "tokens"):
+            shares = [router.limits.windows.get(Account("=acme", unit)) for router in made.routers]
+            leased = sum(share.leased for share in shares if share is not None and share.window == window)
+            entry = made.broker.entries[f"=acme.{unit}"]
+            record = msgspec.msgpack.decode(entry.value or b"", type=Record)
+            assert record.window == window
+            assert record.taken == pytest.approx(leased)
+
+
+def test_open_requests_of_all_routers_together_stay_within_a_limit() -> None:
+    with world(3) as virtual:
+        made = QuotaWorld(virtual, 3, TenantLimits(8, 0, 0))
+        virtual.run(25.0)
+        made.load(40.0, 30.0, lambda: 10)
+        virtual.run(30.0)
+        assert 6 <= made.most_open <= 8
+
+
+def test_a_router_that_dies_gives_its_slots_back_within_seconds() -> None:
+    with world(3) as virtual:
+        made = QuotaWorld(virtual, 2, TenantLimits(4, 0, 0))
+        virtual.run(25.0)
+        made.rng.expovariate = lambda rate: 1e6  # type: ignore[method-assign, assignment]
+        dying, other = made.routers
+        for _ in range(4):
+            dying.ask(1)
+        virtual.run(0.5)
+        assert made.num_open == 4
+        other.ask(1)
+        virtual.run(0.5)
+        assert (made.num_open, made.num_refused) == (4, 1)
+        made.kill(dying)
+        virtual.run(7.0)
+        other.ask(1)
+        virtual.run(0.5)
+        assert made.num_open == 5
+
+
+def test_without_a_bucket_each_router_takes_an_even_share() -> None:
+    with world(5) as virtual:
+        made = QuotaWorld(virtual, 0, LIMITS)
+        made.broker.is_down = True
+        for _ in range(4):
+            made.add()
+        virtual.run(12.0)
+        virtual.run(WINDOW_S - made.broker.now % WINDOW_S)
+        made.load(20.0, 60.0, lambda: 10)
+        virtual.run(61.0)
+        assert 0.8 * 240 <= sum(made.requests.values()) <= 1.2 * 240
+        assert all(router.quota.num_routers == 4 for router in made.routers)
+
+
+def test_the_bucket_that_is_back_is_used_again_and_a_lost_one_is_made_again() -> None:
+    with world(5) as virtual:
+        made = QuotaWorld(virtual, 2, LIMITS)
+        virtual.run(25.0)
+        assert all(router.quota.is_leasing for router in made.routers)
+        made.broker.is_down = True
+        virtual.run(4.0)
+        assert not any(router.quota.is_leasing for router in made.routers)
+        made.broker.is_down = False
+        made.broker.lose()
+        virtual.run(35.0)
+        assert all(router.quota.is_leasing for router in made.routers)
+
+
+def test_a_limit_of_less_than_a_request_in_a_window_lets_one_through_now_and_then() -> None:
+    with world(5) as virtual:
+        made = QuotaWorld(virtual, 2, TenantLimits(0, 3, 0))
+        virtual.run(25.0)
+        made.load(5.0, 120.0, lambda: 10)
+        virtual.run(121.0)
+        assert 5 <= sum(made.requests.values()) <= 8
+
+
+def test_a_request_that_is_larger_than_a_window_is_delayed_and_not_locked_out() -> None:
+    with world(5) as virtual:
+        made = QuotaWorld(virtual, 1, TenantLimits(0, 0, 6_000))
+        virtual.run(25.0)
+        made.load(5.0, 120.0, lambda: 3_000)
+        virtual.run(121.0)
+        assert 3 <= sum(made.requests.values()) <= 6
