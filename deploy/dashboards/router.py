@@ -313,10 +313,43 @@ _FLEET = (
     ),
 )
 
+_LIMITS = (
+    Panel(
+        "Requests beyond a limit, by unit",
+        "They are refused as `overloaded`. If there are many, a key or tenant asks for more than it may have, or its "
+        "client does not heed `retry_after_ms`.",
+        "reqps",
+        (Query(rate(f"{_P}_throttled_total", ROUTER_FILTER, "unit"), "{{unit}}"),),
+        "stacked",
+    ),
+    Panel(
+        "Leases and conflicts",
+        "Parts of limits that routers take from the bucket that they share. If conflicts near the leases, many routers "
+        "share one busy limit: fewer routers would do.",
+        "suffix: /s",
+        (
+            Query(rate(f"{_P}_quota_leases_total", ROUTER_FILTER, "unit"), "{{unit}}"),
+            Query(rate(f"{_P}_quota_conflicts_total", ROUTER_FILTER), "conflicts"),
+        ),
+    ),
+    Panel(
+        "Limits that hold across routers",
+        "If it is 0 where clients have limits, the bucket is out of reach: each router takes an even share.",
+        "short",
+        (Query(max_of(f"{_P}_quota_leasing", ROUTER_FILTER, "instance"), _NAME),),
+    ),
+)
+
 DASHBOARD = Dashboard(
     "router",
     "Tokenbus router",
-    "Placements, waiting requests, what routers know of the workers' caches, and usage.",
+    "Placements, waiting requests, what routers know of the workers' caches, limits, and usage.",
     (MODEL, ROUTER),
-    (Row("Placement", _PLACEMENT), Row("Queue", _QUEUE), Row("Fleet", _FLEET), Row("Usage", _USAGE)),
+    (
+        Row("Placement", _PLACEMENT),
+        Row("Queue", _QUEUE),
+        Row("Fleet", _FLEET),
+        Row("Limits", _LIMITS),
+        Row("Usage", _USAGE),
+    ),
 )

@@ -43,4 +43,4 @@ async def test_a_tenant_s_limits_hold_for_it_and_for_nobody_else(system: System)
         ] != "error"
         refused = (await bare.ask(fields, subject=f"{PREFIX}.generate.demo.{tenant}")).terminals[0]["error"]
         assert refused["code"] == "overloaded"
-        assert 1_000 < refused["retry_after_ms"] <= 60_000
+        assert 1_000 < refused["retry_after_ms"] <= 100_000
