@@ -333,10 +333,13 @@ _LIMITS = (
         ),
     ),
     Panel(
-        "Limits that hold across routers",
+        "Limits that hold across routers, and fallbacks to shares",
         "If it is 0 where clients have limits, the bucket is out of reach: each router takes an even share.",
         "short",
-        (Query(max_of(f"{_P}_quota_leasing", ROUTER_FILTER, "instance"), _NAME),),
+        (
+            Query(max_of(f"{_P}_quota_leasing", ROUTER_FILTER, "instance"), _NAME),
+            Query(increase(f"{_P}_quota_fallbacks_total", ROUTER_FILTER, "instance"), f"{_NAME} fallbacks"),
+        ),
     ),
 )
 

@@ -28,7 +28,7 @@ class ErrorResponse(NamedTuple):
     request_id: str | None = None
     """The id of the HTTP request, if it has one."""
     rate_limits: messages.RateLimits | None = None
-    """What the client has left of its limits, if one of them is the reason."""
+    """The limits of the client, if one of them is the reason."""
     allow: str | None = None
     """The methods that the path has, if it lacks the one of the request."""
 

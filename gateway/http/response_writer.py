@@ -35,7 +35,7 @@ class ResponseWriter:
         self._request_id = request_id
         self._limit_headers = limit_headers
         self.rate_limits: messages.RateLimits | None = None
-        """What the client has left of its limits, for the headers."""
+        """The limits of the client, for the headers."""
         self.status: int | None = None
         """None until the response has started."""
 

@@ -303,8 +303,8 @@ class Chunk(Message, frozen=True, kw_only=True):
     usage: Usage | UnsetType = UNSET
     """Token counts, in every terminal except a refusal."""
     rate_limits: RateLimits | UnsetType = UNSET
-    """What the client has left, in the head, and in the terminal with `stream: false`, if its key or its tenant has
-    limits."""
+    """The limits of the client and how much of them is left, in the head, and in the terminal with `stream: false`, if
+    its key or its tenant has any."""
     timings: Timings | UnsetType = UNSET
     """Durations, in every terminal except a refusal."""
     stop_match: str | int | UnsetType = UNSET

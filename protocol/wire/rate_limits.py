@@ -1,4 +1,4 @@
-"""What a client has left of its limits, as it is told with each answer."""
+"""Limits of a client, as it is told of them with each answer."""
 
 from msgspec import Struct
 
@@ -7,9 +7,9 @@ class RateLimit(Struct, frozen=True, kw_only=True):
     """One limit."""
 
     limit: int
-    """What is allowed in a minute, or in a day if that limit is nearer."""
+    """The number allowed in a minute, or in a day if that limit is nearer."""
     remaining: int
-    """What may still be used before `reset_ms`."""
+    """The number left until `reset_ms`."""
     reset_ms: float
     """Time until more may be used."""
 
@@ -18,6 +18,6 @@ class RateLimits(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The limits of a client: those of its key or of its tenant, whichever leave less."""
 
     requests: RateLimit | None = None
-    """Of requests."""
+    """The limit of requests."""
     tokens: RateLimit | None = None
-    """Of prompt and completion tokens together."""
+    """The limit of prompt and completion tokens together."""

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from tokenbus.protocol.access.keys import KeyLimits
 from tokenbus.protocol.wire import messages, subjects
 from tokenbus.router.access.slots import SlotShare
-from tokenbus.router.access.windows import DAY_S, WINDOW_S, Budget, WindowShare
+from tokenbus.router.access.windows import DAY_S, WINDOW_S, WindowShare
 
 MAX_ACCOUNTS = 16_384
 """Shares that are kept; beyond that, the least recently used ones are dropped."""
@@ -52,22 +52,34 @@ class Throttled(NamedTuple):
     retry_after_s: float
 
 
+class _Client(NamedTuple):
+    """The limits of a key and of its tenant, and this router's shares of them."""
+
+    of_key: KeyLimits
+    of_tenant: KeyLimits
+    windows: tuple[tuple[Account, WindowShare], ...]
+    slots: tuple[tuple[Account, SlotShare], ...]
+
+
+NO_LIMITS = KeyLimits()
+_NO_CLIENT = _Client(NO_LIMITS, NO_LIMITS, (), ())
+
+
 class Ticket:
-    """What a request has been charged."""
+    """The charge of a request, to be settled when it ends."""
 
-    __slots__ = ("num_tokens", "scopes")
+    __slots__ = ("client", "num_tokens")
 
-    def __init__(self, scopes: tuple[tuple[str, KeyLimits], ...], num_tokens: int) -> None:
-        self.scopes = scopes
+    def __init__(self, client: _Client, num_tokens: int) -> None:
+        self.client = client
         self.num_tokens = num_tokens
 
     def __repr__(self) -> str:
-        return f"<Ticket of {[scope for scope, _ in self.scopes]}, {self.num_tokens} tokens>"
+        return f"<Ticket of {self.num_tokens} tokens>"
 
 
-FREE = Ticket((), 0)
+FREE = Ticket(_NO_CLIENT, 0)
 """The ticket of requests that have no limits."""
-NO_LIMITS = KeyLimits()
 
 
 class Limits:
@@ -88,6 +100,7 @@ class Limits:
         self.wanted: dict[Account, None] = {}
         """Shares for which more is to be leased."""
         self.on_wanted: Callable[[], None] = lambda: None
+        self._clients: dict[tuple[str, str], _Client] = {}
         self._expected: OrderedDict[tuple[str, str], float] = OrderedDict()
 
     def __repr__(self) -> str:
@@ -108,95 +121,99 @@ class Limits:
         """Whether a client may have limits; quick if it has none."""
         return bool(address.key_id) or self._has_tenant_limits
 
-    def scopes_of(self, address: subjects.ModelAddress) -> tuple[tuple[str, KeyLimits], ...]:
-        """Returns the key and the tenant of a request, as far as they have limits."""
-        found = []
-        if address.key_id and self._limits_of_key is not None:
-            limits = self._limits_of_key(address.key_id)
-            if limits != NO_LIMITS:
-                found.append((address.key_id, limits))
-        if self._has_tenant_limits and (limits := self._overrides.get(address.tenant, self._tenants)) != NO_LIMITS:
-            found.append((f"={subjects.encode_name(address.tenant)}", limits))
-        return tuple(found)
-
     def admit(
         self, address: subjects.ModelAddress, num_prompt: int, most: int | None, now: float
     ) -> Ticket | Throttled | None:
         """Charges a request with `num_prompt` tokens whose answer has at most `most`; None if a lease has to be waited
         for, to try again afterwards."""
-        scopes = self.scopes_of(address)
-        if not scopes:
+        client = self._client_of(address)
+        if client is _NO_CLIENT:
             return FREE
-        pending = False
-        shares = []
-        for scope, limits in scopes:
-            for account, share in self._windows_of(scope, limits):
-                share.roll(now)
-                shares.append((account, share))
-                if share.rest > 0:
-                    continue
-                if share.is_full:
-                    words = f"{_of(scope, address)} has used up its {share.limit:g} {_SHOWN[account.unit]} for now"
-                    return Throttled(account, words, share.wait_s(now))
-                pending = True
-                self._want(account, share, now)
-            if limits.concurrency:
-                account, slots = self._slots_of(scope, limits)
-                slots.expire(now)
-                if slots.has_room:
-                    continue
-                self._want(account, slots, now)
-                if slots.is_full:
-                    words = f"{_of(scope, address)} has as many open requests as it may have: {limits.concurrency}"
-                    return Throttled(account, words, _UNTIL_SLOT_S)
-                pending = True
-        if pending:
+        is_pending = False
+        for account, share in client.windows:
+            share.roll(now)
+            if share.granted > share.spent:
+                continue
+            if share.is_full:
+                words = f"{_of(account, address)} has used up its {share.limit:g} {_SHOWN[account.unit]} for now"
+                return Throttled(account, words, share.wait_s(now))
+            is_pending = True
+            self._want(account, share, now)
+        for account, slots in client.slots:
+            slots.expire(now)
+            if slots.has_room:
+                continue
+            self._want(account, slots, now)
+            if slots.is_full:
+                words = f"{_of(account, address)} has as many open requests as it may have: {slots.limit}"
+                return Throttled(account, words, _UNTIL_SLOT_S)
+            is_pending = True
+        if is_pending:
             return None
         num_tokens = num_prompt + self._expected_answer(address, most)
-        for account, share in shares:
+        for account, share in client.windows:
             share.charge(1.0 if account.unit == REQUESTS else num_tokens)
             if share.needs_lease:
                 self._want(account, share, now)
-        self._open(scopes, now)
-        return Ticket(scopes, num_tokens)
+        self._open(client, now)
+        return Ticket(client, num_tokens)
 
     def adopt(self, address: subjects.ModelAddress, num_charged: int, now: float) -> Ticket:
         """Counts a request of another router, which has charged it with that many tokens, as open here."""
-        scopes = self.scopes_of(address) if self.has_any(address) else ()
-        self._open(scopes, now)
-        return Ticket(scopes, num_charged)
+        client = self._client_of(address) if self.has_any(address) else _NO_CLIENT
+        self._open(client, now)
+        return Ticket(client, num_charged)
 
     def close(self, ticket: Ticket, address: subjects.ModelAddress, num_tokens: int | None, completion: int) -> None:
         """Corrects the charge of a request that has ended, or is left to another router: then `num_tokens` is None."""
-        if not ticket.scopes:
+        client = ticket.client
+        if client is _NO_CLIENT:
             return
-        for scope, limits in ticket.scopes:
-            if num_tokens is not None and num_tokens != ticket.num_tokens:
-                for unit in (TOKENS, TOKENS_A_DAY):
-                    if (share := self.windows.get(Account(scope, unit))) is not None:
-                        share.settle(num_tokens - ticket.num_tokens)
-            if limits.concurrency and (slots := self.slots.get(Account(scope, CONCURRENCY))) is not None:
-                slots.num_open = max(0, slots.num_open - 1)
-        ticket.scopes = ()
+        if num_tokens is not None and num_tokens != ticket.num_tokens:
+            for account, share in client.windows:
+                if account.unit != REQUESTS:
+                    share.settle(num_tokens - ticket.num_tokens)
+        for _, slots in client.slots:
+            slots.num_open -= 1
+        ticket.client = _NO_CLIENT
         if num_tokens is not None and completion:
             self._learn((address.key_id or address.tenant, address.model), completion)
 
     def report(self, address: subjects.ModelAddress, now: float) -> messages.RateLimits | None:
-        """Returns what key and tenant have left, for the client; None if they have no limits."""
-        scopes = self.scopes_of(address)
-        if not scopes:
-            return None
-        requests: list[Budget] = []
-        tokens: list[Budget] = []
-        for scope, limits in scopes:
-            for account, share in self._windows_of(scope, limits):
-                share.roll(now)
-                (requests if account.unit == REQUESTS else tokens).append(share.budget(now))
-        return messages.RateLimits(requests=_least(requests), tokens=_least(tokens))
+        """Returns what key and tenant have left, for the client; None if they have no limits. `admit` has been asked
+        before, at the same time."""
+        client = self._client_of(address)
+        least: dict[bool, tuple[int, WindowShare]] = {}
+        for account, share in client.windows:
+            is_requests, remaining = account.unit == REQUESTS, share.remaining
+            if is_requests not in least or remaining < least[is_requests][0]:
+                least[is_requests] = remaining, share
+        return messages.RateLimits(requests=_told(least.get(True), now), tokens=_told(least.get(False), now))
 
     def due(self, now: float) -> list[Account]:
         """Returns the slots that have to be renewed or given back."""
         return [account for account, slots in self.slots.items() if slots.is_due(now)]
+
+    def _client_of(self, address: subjects.ModelAddress) -> _Client:
+        """Returns the limits of a client; those of its key or tenant may have changed since it was last asked."""
+        of_key = of_tenant = NO_LIMITS
+        if address.key_id and self._limits_of_key is not None:
+            of_key = self._limits_of_key(address.key_id)
+        if self._has_tenant_limits:
+            of_tenant = self._overrides.get(address.tenant, self._tenants)
+        known = self._clients.get((address.tenant, address.key_id))
+        if known is not None and known.of_key is of_key and known.of_tenant is of_tenant:
+            return known
+        if of_key == NO_LIMITS == of_tenant:
+            return _NO_CLIENT
+        if len(self._clients) >= MAX_ACCOUNTS:
+            self._clients.clear()
+        scopes = ((address.key_id, of_key), (f"={subjects.encode_name(address.tenant)}", of_tenant))
+        windows = [one for scope, limits in scopes for one in self._windows_of(scope, limits)]
+        slots = [self._slots_of(scope, limits.concurrency) for scope, limits in scopes if limits.concurrency]
+        client = _Client(of_key, of_tenant, tuple(windows), tuple(slots))
+        self._clients[address.tenant, address.key_id] = client
+        return client
 
     def _windows_of(self, scope: str, limits: KeyLimits) -> Iterator[tuple[Account, WindowShare]]:
         if limits.requests_per_minute:
@@ -209,32 +226,30 @@ class Limits:
     def _window(self, account: Account, limit: int, seconds: float) -> tuple[Account, WindowShare]:
         share = self.windows.get(account)
         if share is None:
-            share = self.windows[account] = WindowShare(limit, seconds)
-            if len(self.windows) > MAX_ACCOUNTS:
+            if len(self.windows) >= MAX_ACCOUNTS:
                 self.windows.popitem(last=False)
-        else:
-            self.windows.move_to_end(account)
-        share.limit = limit
+                self._clients.clear()
+            share = self.windows[account] = WindowShare(limit, seconds)
+        share.set_limit(limit)
         return account, share
 
-    def _slots_of(self, scope: str, limits: KeyLimits) -> tuple[Account, SlotShare]:
+    def _slots_of(self, scope: str, limit: int) -> tuple[Account, SlotShare]:
         account = Account(scope, CONCURRENCY)
         slots = self.slots.get(account)
         if slots is None:
-            slots = self.slots[account] = SlotShare(limits.concurrency)
-            if len(self.slots) > MAX_ACCOUNTS:
-                idle = next((one for one, held in self.slots.items() if not held.num_open), account)
+            if len(self.slots) >= MAX_ACCOUNTS:
+                idle = next((one for one, held in self.slots.items() if not held.num_open), next(iter(self.slots)))
                 del self.slots[idle]
-        slots.limit = limits.concurrency
+                self._clients.clear()
+            slots = self.slots[account] = SlotShare(limit)
+        slots.limit = limit
         return account, slots
 
-    def _open(self, scopes: tuple[tuple[str, KeyLimits], ...], now: float) -> None:
-        for scope, limits in scopes:
-            if limits.concurrency:
-                account, slots = self._slots_of(scope, limits)
-                slots.num_open += 1
-                if not slots.has_room and not slots.is_full:
-                    self._want(account, slots, now)
+    def _open(self, client: _Client, now: float) -> None:
+        for account, slots in client.slots:
+            slots.num_open += 1
+            if not slots.has_room and not slots.is_full:
+                self._want(account, slots, now)
 
     def _want(self, account: Account, share: WindowShare | SlotShare, now: float) -> None:
         if share.asked_at is None:
@@ -255,12 +270,12 @@ class Limits:
             self._expected.popitem(last=False)
 
 
-def _of(scope: str, address: subjects.ModelAddress) -> str:
-    return f"tenant {address.tenant!r}" if scope.startswith("=") else f"the API key {scope}"
+def _of(account: Account, address: subjects.ModelAddress) -> str:
+    return f"tenant {address.tenant!r}" if account.scope.startswith("=") else f"the API key {account.scope}"
 
 
-def _least(budgets: list[Budget]) -> messages.RateLimit | None:
-    if not budgets:
+def _told(least: tuple[int, WindowShare] | None, now: float) -> messages.RateLimit | None:
+    if least is None:
         return None
-    one = min(budgets, key=lambda budget: budget.remaining)
-    return messages.RateLimit(limit=one.limit, remaining=one.remaining, reset_ms=round(1e3 * one.reset_s, 1))
+    remaining, share = least
+    return messages.RateLimit(limit=int(share.limit), remaining=remaining, reset_ms=round(1e3 * share.reset_s(now), 1))

@@ -65,7 +65,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 class SharedBucket(Protocol):
-    """What is used of a bucket (`protocol/bus/bucket.py`)."""
+    """The part of a bucket that is used (`protocol/bus/bucket.py`)."""
 
     async def create(self, limits: BucketLimits) -> None: ...
     async def state(self) -> BucketState: ...
@@ -273,7 +273,8 @@ class Quota:
         self._leases_from = max(made + 2, window if is_first and not self._limits.windows else window + 1)
         if not is_first and made + 2 > window:
             self._shares_from = max(self._shares_from, window + 1)
-        self._log.info("quota_leased", created=self._created, in_s=max(0.0, self._leases_from * WINDOW_S - self.now))
+        pause_s = max(0.0, self._leases_from * WINDOW_S - self.now)
+        self._log.info("quota_leased", pause_s=round(pause_s, 1))
         for share in self._limits.windows.values():
             share.end_shares(WINDOW_S)
 

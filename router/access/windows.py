@@ -28,41 +28,31 @@ _DAY_PARTS = 256
 _MAX_LEASES = 64
 
 
-class Lease(msgspec.Struct, frozen=True, array_like=True):
+class WindowLease(msgspec.Struct, frozen=True, array_like=True):
     """The last lease of a router in a record."""
 
     number: int
     excess: float
-    """What the router had spent beyond its earlier leases."""
+    """The amount that the router had spent beyond its earlier leases."""
     granted: float
-    """What it got in addition."""
+    """The amount that it got in addition."""
     window: int
 
 
 class Record(msgspec.Struct, frozen=True):
-    """What routers have taken of one limit, as they share it."""
+    """The part of one limit that routers have taken, as they share it."""
 
     window: int
     taken: float
-    leases: dict[str, Lease] = {}
+    leases: dict[str, WindowLease] = {}
     """The last lease of each router, by its name."""
 
 
 class Leased(NamedTuple):
     record: Record
-    lease: Lease
+    lease: WindowLease
     is_new: bool
     """Whether the record has to be stored; otherwise an earlier put had succeeded."""
-
-
-class Budget(NamedTuple):
-    """What is left of a limit for now."""
-
-    limit: int
-    """The limit per minute, or per day."""
-    remaining: int
-    reset_s: float
-    """Time until more becomes available."""
 
 
 class WindowShare:
@@ -70,6 +60,9 @@ class WindowShare:
 
     __slots__ = (
         "asked_at",
+        "begins_at",
+        "capacity",
+        "ends_at",
         "granted",
         "is_full",
         "is_shared_out",
@@ -84,15 +77,17 @@ class WindowShare:
     )
 
     def __init__(self, limit: float, seconds: float) -> None:
-        self.limit = limit
         self.seconds = seconds
+        self.set_limit(limit)
         self.window = -1
+        self.begins_at = self.ends_at = 0.0
+        """Unix times of the window's beginning and end."""
         self.granted = 0.0
         self.leased = 0.0
         """The part of it that is in the record."""
         self.spent = 0.0
         self.taken = 0.0
-        """What all routers have taken of this window, as far as this one knows."""
+        """The amount that all routers have taken of this window, as far as this one knows."""
         self.is_full = False
         """Whether nothing more can be taken of this window."""
         self.is_shared_out = False
@@ -105,10 +100,10 @@ class WindowShare:
     def __repr__(self) -> str:
         return f"<WindowShare {self.spent:g} of {self.granted:g} in window {self.window}, {self.capacity:g} in all>"
 
-    @property
-    def capacity(self) -> float:
-        """What the limit allows in one window."""
-        return self.limit if self.seconds == DAY_S else self.limit * self.seconds / _MINUTE_S
+    def set_limit(self, limit: float) -> None:
+        self.limit = limit
+        self.capacity = limit if self.seconds == DAY_S else limit * self.seconds / _MINUTE_S
+        """The amount that the limit allows in one window."""
 
     @property
     def rest(self) -> float:
@@ -122,9 +117,10 @@ class WindowShare:
     def roll(self, now: float) -> None:
         """Begins another window if it is time. A rest is lost; what was spent beyond it is not forgiven, and neither is
         anything by a clock that was set back."""
-        window = int(now // self.seconds)
-        if window == self.window:
+        if self.begins_at <= now < self.ends_at:
             return
+        window = int(now // self.seconds)
+        self.begins_at, self.ends_at = window * self.seconds, (window + 1) * self.seconds
         excess = max(0.0, self.spent - self.granted)
         self.granted, self.leased, self.spent, self.taken = 0.0, 0.0, excess, 0.0
         self.window, self.is_full, self.is_shared_out = window, False, False
@@ -172,7 +168,7 @@ class WindowShare:
             part = min(part, self.capacity / _DAY_PARTS)
         part = max(part, 1.0, self.mean_charge)
         grant = min(max(0.0, self.capacity * (1 - num_sharing / max(1, num_routers)) - taken), part)
-        lease = Lease(self.number, excess, grant, self.window)
+        lease = WindowLease(self.number, excess, grant, self.window)
         leases = {name: one for name, one in found.leases.items() if one.window >= self.window - 1 and name != router}
         while len(leases) >= _MAX_LEASES:
             del leases[next(iter(leases))]
@@ -204,11 +200,14 @@ class WindowShare:
         else:
             self.spent -= lease.excess
 
-    def budget(self, now: float) -> Budget:
-        """Returns what is left, as far as this router knows."""
-        left = max(0.0, self.rest) + (0.0 if self.is_shared_out else max(0.0, self.capacity - self.taken))
-        remaining = int(min(left, self.capacity))
-        return Budget(int(self.limit), remaining, self.wait_s(now) if self.is_full else self._until_next(now))
+    @property
+    def remaining(self) -> int:
+        """The amount left of this window, as far as this router knows."""
+        left = max(0.0, self.granted - self.spent)
+        if not self.is_shared_out:
+            left += max(0.0, self.capacity - self.taken)
+        return int(min(left, self.capacity))
 
-    def _until_next(self, now: float) -> float:
-        return max(0.0, (self.window + 1) * self.seconds - now)
+    def reset_s(self, now: float) -> float:
+        """Returns the time until more becomes available."""
+        return self.wait_s(now) if self.is_full else max(0.0, self.ends_at - now)

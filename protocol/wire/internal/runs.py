@@ -91,7 +91,7 @@ class Run(public.Message, frozen=True, kw_only=True, omit_defaults=True):
     charged_tokens: Annotated[int, COUNT] = 0
     """Tokens that count against limits of the client until the request has ended. They are for its next guardian."""
     rate_limits: public.RateLimits | None = None
-    """What the client is told of its limits."""
+    """The limits that the client is told of."""
     adapters: list[RunAdapter] = []
     """The adapters that `lora` in `params` names, ordered by digest, each once, without those whose scale is 0."""
     is_chat: bool = False

@@ -60,7 +60,7 @@ class Call(Generic[BodyT, WorkT]):
     """The size of its message."""
     span: tracing.Span = tracing.NOOP_SPAN
     ticket: Ticket | None = FREE
-    """What it has been charged; None while it waits to be."""
+    """Its charge; None while it waits to be."""
     ended_by: errors.Code = errors.Code.SHUTTING_DOWN
     """The error with which the call ends if its task is cancelled."""
 

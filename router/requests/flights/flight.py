@@ -84,9 +84,9 @@ class Flight:
     num_charged: int = 0
     """Tokens that an earlier guardian has charged it."""
     ticket: Ticket = FREE
-    """What it has been charged."""
+    """Its charge against limits."""
     rate_limits: messages.RateLimits | None = None
-    """What its client is told of its limits."""
+    """The limits that its client is told of."""
     is_named: bool = True
     """Whether its worker's log names this router as the guardian, or is certain to do so; while it is False, another
     router may act on the request."""

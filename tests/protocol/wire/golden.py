@@ -28,6 +28,7 @@ CALL = messages.ToolCallDelta(
     index=0, id="c1", type="function", function=messages.FunctionDelta(name="f", arguments='{"a": 1')
 )
 USAGE = messages.Usage(prompt_tokens=12, completion_tokens=3, total_tokens=15, cached_tokens=8)
+RATE_LIMITS = messages.RateLimits(requests=messages.RateLimit(limit=60, remaining=4, reset_ms=1_500.0))
 TIMINGS = messages.Timings(queue_ms=0.5, prefill_ms=20.25, ttft_ms=21.0, decode_ms=30.0, total_ms=51.5)
 LOAD = messages.Load(
     running=2, waiting=1, queued_prefill_tokens=300, used_blocks=5, cached_blocks=6, free_blocks=53, step_age_ms=4.5
@@ -261,6 +262,7 @@ PUBLIC: list[tuple[str, messages.Message]] = [
             created=1_760_000_000,
             usage=USAGE,
             timings=TIMINGS,
+            rate_limits=RATE_LIMITS,
             stop_match="END",
             routing=ROUTING,
         ),
@@ -482,8 +484,6 @@ PUBLIC: list[tuple[str, messages.Message]] = [
         ),
     ),
 ]
-
-RATE_LIMITS = messages.RateLimits(requests=messages.RateLimit(limit=60, remaining=4, reset_ms=1_500.0))
 
 RUN = internal.Run(
     request_id="default:r-1",
