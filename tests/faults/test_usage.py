@@ -62,7 +62,7 @@ async def until_in_table(url: str, answers: list[messages.Usage]) -> None:
         pytest.fail(f"{found} are in the table, and {expected} were answered")
 
 
-async def test_the_table_equals_the_answers_after_a_router_was_killed_and_one_was_stopped_under_load(
+async def test_the_table_equals_the_answers_after_a_router_was_killed_one_stopped_under_load_and_the_broker_restarted(
     system: System,
 ) -> None:
     names = ["router-a", "router-b", "router-c"]
@@ -86,4 +86,7 @@ async def test_the_table_equals_the_answers_after_a_router_was_killed_and_one_wa
         system.signal("router-b", signal.SIGTERM)  # hands its streams over, and saves what it has counted
         answers += await asyncio.gather(*asked)
         assert await system.wait("router-b") == 0
+        await until_in_table(system.url, answers)
+        await system.restart_broker()
+        answers += await asyncio.gather(*(answer(client, rng.randrange(1_000)) for _ in range(60)))
         await until_in_table(system.url, answers)
