@@ -305,7 +305,7 @@ async def serve(settings: RouterSettings, read_settings: Callable[[], RouterSett
         if settings.usage:
             usage = _count_usage(settings, connection, router)
             stack.push_async_callback(usage.close)
-            watched.append(usage.run())
+            stack.callback(tasks.background("keep usage", usage.run()).cancel)  # a router can do without
         await _run(settings, connection, router, stop, watched)
 
 

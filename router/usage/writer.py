@@ -29,6 +29,7 @@ SAVE_INTERVAL_S = 4.0
 _CHECK_INTERVAL_S = 60.0
 _FOLD_INTERVAL_S = 86_400.0
 _AT_ONCE = 64
+_CLOSE_ATTEMPTS = 3
 _CLOSE_S = 3.0
 """A stopping router tries so long to save what it has."""
 
@@ -94,7 +95,10 @@ class UsageWriter:
         """Saves what is left, if that can be done soon."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_CLOSE_S):
-                await self.save()
+                for _ in range(_CLOSE_ATTEMPTS):  # the first finds out which of the last writes were successful
+                    await self.save()
+                    if not self.counters.unsaved():
+                        break
         if num_left := len(self.counters.unsaved()):
             self._log.error("usage_lost", count=num_left)
 

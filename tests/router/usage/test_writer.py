@@ -126,6 +126,20 @@ async def test_a_write_whose_answer_was_lost_is_not_counted_twice(bucket: Bucket
     assert (await total(bucket)).requests == 2
 
 
+async def test_a_router_that_stops_in_the_middle_of_a_write_saves_all(bucket: Bucket) -> None:
+    router = writer(bucket)
+    for key in ("k1", "k2"):
+        router.count("acme", key, "chat", CHAT, ONE)
+    await router.save()
+    for counter in router.counters:  # the answers to these never arrive
+        counter.rows[CHAT].add(ONE)
+        await bucket.update(counter.key, usage.encode_rows(counter.rows), counter.revision)
+    router.count("acme", "k1", "chat", CHAT, ONE)
+    await router.close()
+    assert router.unsaved_s() == 0
+    assert (await total(bucket)).requests == 5
+
+
 async def test_entries_are_kept_for_as_many_days_as_the_last_router_was_told(
     bucket: Bucket, connection: nats.Connection
 ) -> None:
