@@ -99,6 +99,7 @@ class Guardians:
         is_round = now - self._checked_at >= _CHECK_INTERVAL_S
         if is_round:
             self._checked_at = now
+            self._passing_on.difference_update(self._num_unanswered)
             self._lose_silent(now)
         self._ask(is_round=is_round)
         self._say_if_heard()
@@ -131,7 +132,6 @@ class Guardians:
 
     def _lose_silent(self, now: float) -> None:
         """Takes their streams from guardians that have stopped answering, unless the link to them seems to be down."""
-        self._passing_on.difference_update(self._num_unanswered)
         guarded = self._guarded()
         for token in self._num_unanswered.keys() - {token_of(router_id) for router_id in guarded}:
             del self._num_unanswered[token]
