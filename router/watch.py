@@ -84,7 +84,8 @@ class FleetWatch:
         self._log = structlog.get_logger()
 
     async def open(self) -> None:
-        """Subscribes, asks every worker for its card, and returns once they have had time to answer."""
+        """Subscribes, asks every worker for its card, and returns once they have had time to answer. Their snapshots
+        are asked for before the router takes anything: until one has come, no stream could outlive its worker."""
         await self._bus.subscribe(self._names.all_cards, self._on_card)
         self._bus.on_permissions_violation = self._on_permissions_violation
         if self._part.is_whole:
@@ -97,6 +98,7 @@ class FleetWatch:
         self._bus.on_reconnect = self._on_reconnect
         self._restart_discovery()
         await asyncio.sleep(limits.DISCOVERY_WAIT_S)
+        self._ask_for_snapshots(time.monotonic())
 
     async def hear(self, model: str) -> None:
         """Subscribes to what the workers of one model publish."""

@@ -159,6 +159,23 @@ def test_streams_outlive_their_worker_a_second_and_a_half_after_their_router_was
     assert {heard.workers[2] for heard in system.client.heard.values()} == {"w1"}
 
 
+def test_a_stream_outlives_its_worker_though_its_router_has_only_just_started(system: System) -> None:
+    system.add_worker()
+    for _ in range(2):
+        system.kill_router()
+    system.routers.append(RouterProcess(system.world, system.broker, "r9"))
+    system.world.run(0.1)
+    system.world.run_until(lambda: not system.router.router.unready_reason)
+    system.world.run(0.01)
+    system.client.ask(20, seed=1)
+    system.world.run(0.06)
+    [dead] = [one for one in system.workers if one.engine is not None and one.engine.load().running]
+    kill(dead.process, dead.bus, dead.incoming)
+    system.workers.remove(dead)
+    system.finish()
+    assert system.client.asked[0].is_whole
+
+
 def test_a_stream_outlives_one_router_after_another(system: System) -> None:
     system.client.ask(150, seed=1)
     system.world.run(1.0)
