@@ -18,7 +18,8 @@ from typing import NamedTuple
 
 import msgspec
 
-WINDOW_S = 10.0
+WINDOW_S = 4.0
+"""Short, so that a client which uses up its window at once waits for less than five seconds."""
 DAY_S = 86_400.0
 _MINUTE_S = 60.0
 _PARTS = 4

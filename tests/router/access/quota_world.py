@@ -3,7 +3,7 @@
 import asyncio
 import random
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 
 from nats.aio.msg import Msg
@@ -124,19 +124,20 @@ class RouterOfWorld:
         self.process = made.world.process(name)
         rng = random.Random(made.rng.random())
         wire = Wire(made.broker, self.process, rng)
-        self.limits = Limits(made.tenant_limits, {}, None)
+        self.limits = Limits(made.tenant_limits, made.overrides, None)
         self.metrics = RouterMetrics()
         self.quota = Quota(self.limits, wire, NAMES, name, wire, self.metrics, rng)  # type: ignore[arg-type]
         self.process.do(self.quota.open())
         self.process.spawn(self.quota.run())
 
-    def ask(self, num_prompt: int) -> None:
+    def ask(self, num_prompt: int, tenant: str = "acme") -> None:
         """Has a request come, whose answer is as long as expected."""
-        self.process.call(lambda: self.process.spawn(self._ask(num_prompt)) and None)
+        self.process.call(lambda: self.process.spawn(self._ask(num_prompt, tenant)) and None)
 
-    async def _ask(self, num_prompt: int) -> None:
+    async def _ask(self, num_prompt: int, tenant: str) -> None:
+        address = ADDRESS._replace(tenant=tenant)
         try:
-            ticket, _ = await self.quota.admitted(ADDRESS, num_prompt, 0)
+            ticket, _ = await self.quota.admitted(address, num_prompt, 0)
         except errors.RequestError as refused:
             assert refused.error.code is errors.Code.OVERLOADED
             assert refused.error.retry_after_ms is not None
@@ -144,15 +145,25 @@ class RouterOfWorld:
             self.made.num_refused += 1
             return
         self.made.note(self, ticket)
+        self.made.let_through[tenant].append(self.made.world.now)
         await asyncio.sleep(self.made.rng.expovariate(1.0))
-        self.quota.close(ticket, ADDRESS, ticket.num_tokens)
+        self.quota.close(ticket, address, ticket.num_tokens)
         self.made.num_open -= 1
 
 
 class QuotaWorld:
     """Several routers, and the load on them."""
 
-    def __init__(self, world: World, num_routers: int, tenant_limits: TenantLimits) -> None:
+    def __init__(
+        self,
+        world: World,
+        num_routers: int,
+        tenant_limits: TenantLimits,
+        overrides: Mapping[str, TenantLimits] | None = None,
+    ) -> None:
+        self.overrides = overrides or {}
+        self.let_through: dict[str, list[float]] = defaultdict(list)
+        """The times at which requests of each tenant were let through."""
         self.world, self.rng, self.tenant_limits = world, world.rng, tenant_limits
         self.broker = Broker(world)
         self.routers: list[RouterOfWorld] = []

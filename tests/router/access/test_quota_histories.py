@@ -1,5 +1,6 @@
 """Routers exceed a limit by at most one request each, whatever happens to them and to their bucket, and use it up."""
 
+import itertools
 import os
 import random
 
@@ -56,8 +57,8 @@ def test_whatever_happens_routers_exceed_a_limit_by_at_most_a_request_each(seed:
         faults(made)
         made.load(virtual.rng.choice((2.0, 8.0, 30.0)), 60.0, lambda: prompt_of(virtual.rng))
         virtual.run(62.0)
-        assert made.worst_excess(made.requests, LIMITS.requests_per_minute / 6, 1) <= 1.0
-        assert made.worst_excess(made.tokens, LIMITS.tokens_per_minute / 6, LARGEST) <= 1.0
+        assert made.worst_excess(made.requests, LIMITS.requests_per_minute * WINDOW_S / 60, 1) <= 1.0
+        assert made.worst_excess(made.tokens, LIMITS.tokens_per_minute * WINDOW_S / 60, LARGEST) <= 1.0
         assert all(not router.process.faults for router in made.routers)
 
 
@@ -74,8 +75,9 @@ def test_what_a_limit_allows_is_used_up_and_is_charged_once(num_routers: int) ->
         assert made.num_refused > 500
         made.broker.p_lost_answer = 0.0
         virtual.run(2 * WINDOW_S)
-        made.load(1.0, 5.0, lambda: 10)
-        virtual.run(6.0)
+        virtual.run(WINDOW_S - made.broker.now % WINDOW_S)
+        made.load(4.0, 2.0, lambda: 10)
+        virtual.run(3.0)
         window = int(made.broker.now // WINDOW_S)
         for unit in ("requests", "tokens"):
             shares = [router.limits.windows.get(Account("=acme", unit)) for router in made.routers]
@@ -159,3 +161,24 @@ def test_a_request_that_is_larger_than_a_window_is_delayed_and_not_locked_out() 
         made.load(5.0, 120.0, lambda: 3_000)
         virtual.run(121.0)
         assert 3 <= sum(made.requests.values()) <= 6
+
+
+def test_tenants_that_ask_for_more_than_they_may_get_shares_by_their_limits_and_none_stands_still() -> None:
+    """16 clients of four tenants at four times what all limits together allow, at three routers."""
+    weights = {"a": 8, "b": 4, "c": 2, "d": 1}
+    limits = {tenant: TenantLimits(0, 0, 60_000 * weight) for tenant, weight in weights.items()}
+    with world(11) as virtual:
+        made = QuotaWorld(virtual, 3, TenantLimits(), limits)
+        virtual.run(25.0)
+        for tenant in weights:
+            for _ in range(4):  # each of the 16 clients asks for a sixteenth of four times 900,000 tokens a minute
+                at = virtual.now + virtual.rng.random()
+                for number in range(1_125):
+                    router = made.rng.choice(made.routers)
+                    virtual.at(at + number * 60 / 1_125, lambda r=router, t=tenant: r.ask(200, t))  # type: ignore[misc]
+        virtual.run(61.0)
+        counts = {tenant: len(times) for tenant, times in made.let_through.items()}
+        for tenant, weight in weights.items():
+            assert counts[tenant] / sum(counts.values()) == pytest.approx(weight / 15, rel=0.1)
+            times = made.let_through[tenant]
+            assert max(later - earlier for earlier, later in itertools.pairwise(times)) < 5.0
