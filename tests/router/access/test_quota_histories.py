@@ -12,8 +12,10 @@ from tests.sim.world import world
 from tokenbus.router.access.limits import Account, TenantLimits
 from tokenbus.router.access.windows import WINDOW_S, Record
 
-HISTORIES = int(os.environ.get("TOKENBUS_QUOTA_HISTORIES", "12"))
-"""`make test` plays a few; the long form plays 1,000."""
+_SHORT = 12
+HISTORIES = 1_000 if os.environ.get("TOKENBUS_TESTS") == "long" else _SHORT
+"""`make test` plays a few; `make test-long` plays all."""
+SEEDS = [pytest.param(seed, marks=[pytest.mark.long] if HISTORIES > _SHORT else []) for seed in range(HISTORIES)]
 LIMITS = TenantLimits(0, 240, 60_000)
 LARGEST = 400
 
@@ -49,7 +51,7 @@ def faults(made: QuotaWorld) -> None:
             made.broker.p_lost_answer = 0.05
 
 
-@pytest.mark.parametrize("seed", range(HISTORIES))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_whatever_happens_routers_exceed_a_limit_by_at_most_a_request_each(seed: int) -> None:
     with world(seed) as virtual:
         made = QuotaWorld(virtual, virtual.rng.randrange(1, 6), LIMITS)
