@@ -1,5 +1,6 @@
 """Every metric of `tokenbus auth`."""
 
+from tokenbus.protocol.access.audit_log import LOST, STORED
 from tokenbus.protocol.access.key_ring import KeyProblem
 from tokenbus.protocol.telemetry.metrics import MICROSECOND_BUCKETS, Counter, Gauge, Histogram, MetricFamilies
 
@@ -35,6 +36,11 @@ class CalloutMetrics(MetricFamilies):
         )
         self.known_keys = Gauge(f"{_P}_known_keys", "Keys that this process knows.")
         self.silent = Gauge(f"{_P}_keys_silent_seconds", "Time since the store of keys was last heard.")
+        self.audit_records = Counter(
+            f"{_P}_audit_records", "Records for the audit log, by outcome: stored or lost.", ("outcome",)
+        )
+        for outcome in (STORED, LOST):  # export 0, or the first increase of each would be missed
+            self.audit_records.labels(outcome)
         outcomes = (*KeyProblem, ALLOWED, NO_KEY, NOT_A_CLIENT, FLOOD, BAD_REQUEST)
         for outcome in outcomes:  # export 0, or the first increase of each would be missed
             self.connects.labels(outcome)

@@ -13,6 +13,7 @@ from tokenbus.auth.callout_metrics import CalloutMetrics
 from tokenbus.auth.callout_requests import BadCalloutError, Callout
 from tokenbus.auth.seeds import Seeds
 from tokenbus.protocol.access import keys
+from tokenbus.protocol.access.audit_log import AuditWriter
 from tokenbus.protocol.access.key_ring import KeyRefusedError, KeyRing
 from tokenbus.protocol.bus.bus import Bus
 
@@ -38,8 +39,10 @@ class Doorkeeper:
         metrics: CalloutMetrics,
         now: Callable[[], float] = time.time,
         clock: Callable[[], float] = time.monotonic,
+        audit: AuditWriter | None = None,
     ) -> None:
         """`bus` is a connection to the account that brokers ask in; `prefix` is that of all subjects."""
+        self._audit = audit
         self._bus = bus
         self._ring = ring
         self._seeds = seeds
@@ -100,6 +103,10 @@ class Doorkeeper:
         self._log.warning("connect_refused", key_id=key_id, address=callout.host, reason=outcome, error=reason)
         if self._num_delayed >= MAX_DELAYED:
             return callout_metrics.FLOOD
+        if self._audit is not None:
+            claimed = self._ring.get(key_id)
+            tenant = claimed.tenant if claimed is not None else ""
+            self._audit.add("connection", "refused", tenant, key_id, reason=str(outcome), address=callout.host)
         answer = self._answers.refuse(callout, reason, self._now())
         self._num_delayed += 1
         asyncio.get_running_loop().call_later(REFUSAL_DELAY_S, self._send_refusal, reply, answer)

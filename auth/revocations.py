@@ -18,6 +18,7 @@ from tokenbus.auth import callout_metrics, grants
 from tokenbus.auth.answers import MAX_CONNECTION_S
 from tokenbus.auth.callout_metrics import CalloutMetrics
 from tokenbus.protocol import tasks
+from tokenbus.protocol.access.audit_log import AuditWriter
 from tokenbus.protocol.access.key_ring import KeyRing
 from tokenbus.protocol.access.keys import KeyRecord
 from tokenbus.protocol.bus.bus import Bus
@@ -68,8 +69,10 @@ class Revocations:
         metrics: CalloutMetrics,
         now: Callable[[], float] = time.time,
         clock: Callable[[], float] = time.monotonic,
+        audit: AuditWriter | None = None,
     ) -> None:
         """`bus` is a connection to the system account, `account` the account of the clients."""
+        self._audit = audit
         self._bus = bus
         self._ring = ring
         self._account = account
@@ -143,6 +146,10 @@ class Revocations:
                 self._metrics.kicks.labels(reason).inc()
                 key_id = grants.key_id_of(one.authorized_user)
                 self._log.info("connection_kicked", key_id=key_id, reason=reason, cid=one.cid)
+                if self._audit is not None and reason == callout_metrics.CHANGED:
+                    record = self._ring.get(key_id or "")
+                    tenant = record.tenant if record is not None else ""
+                    self._audit.add("connection", "closed", tenant, key_id or "", reason=reason, cid=one.cid)
         following = listing.offset + len(listing.connections)
         if listing.connections and following < listing.total:
             user = message.subject.rpartition(".")[2]

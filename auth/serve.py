@@ -16,6 +16,8 @@ from tokenbus.auth.revocations import Revocations
 from tokenbus.auth.seeds import Seeds
 from tokenbus.auth.settings import AuthSettings
 from tokenbus.protocol import tasks
+from tokenbus.protocol.access import audit_log
+from tokenbus.protocol.access.audit_log import AuditWriter
 from tokenbus.protocol.access.key_ring import KeyRing
 from tokenbus.protocol.access.key_source import BUCKET
 from tokenbus.protocol.bus import connection as nats
@@ -36,7 +38,7 @@ async def serve(settings: AuthSettings, read_settings: Callable[[], AuthSettings
         system = await signals.unless_stopped(stop, nats.connect(settings.system_broker, name="auth-system"))
         stack.push_async_callback(system.close)
         connection = system  # which keys in a file don't need
-        if settings.key_settings.keys == BUCKET:
+        if settings.key_settings.keys == BUCKET or settings.audit_settings.audit:
             connection = await signals.unless_stopped(stop, nats.connect(settings.broker, name="auth"))
             stack.push_async_callback(connection.close)
         measured = CalloutMetrics()
@@ -60,23 +62,31 @@ async def answering(
 ) -> AsyncIterator[KeyRing]:
     """Answers brokers, and closes connections, while the block runs; yields the keys that are known.
 
-    Brokers ask over `system`; keys are read over `connection`."""
+    Brokers ask over `system`; keys are read, and the audit log is written, over `connection`."""
     account, prefix = settings.account, settings.prefix
-    watch = settings.key_settings.watch(connection, prefix)
-    await watch.open()
-    revocations = Revocations(system, watch.ring, account, prefix, measured)
-    await revocations.open()
-    doorkeeper = Doorkeeper(system, watch.ring, seeds, CalloutAnswers(seeds, account), prefix, measured)
-    works = (("keys", watch.watch()), ("revocations", revocations.watch()))
-    running = [tasks.background(name, work) for name, work in works]
-    await doorkeeper.open()
-    await system.flush()  # from now on brokers know that somebody answers
-    try:
-        yield watch.ring
-    finally:
-        await doorkeeper.close()
-        for task in running:
-            task.cancel()
+    async with contextlib.AsyncExitStack() as stack:
+        writer: AuditWriter | None = None
+        if settings.audit_settings.audit:
+            writing = audit_log.writing(connection, prefix, settings.audit_settings)
+            writer = await stack.enter_async_context(writing)
+            audit_log.count_records(writer, measured.audit_records)
+        watch = settings.key_settings.watch(connection, prefix)
+        await watch.open()
+        revocations = Revocations(system, watch.ring, account, prefix, measured, audit=writer)
+        await revocations.open()
+        doorkeeper = Doorkeeper(
+            system, watch.ring, seeds, CalloutAnswers(seeds, account), prefix, measured, audit=writer
+        )
+        works = (("keys", watch.watch()), ("revocations", revocations.watch()))
+        running = [tasks.background(name, work) for name, work in works]
+        await doorkeeper.open()
+        await system.flush()  # from now on brokers know that somebody answers
+        try:
+            yield watch.ring
+        finally:
+            await doorkeeper.close()
+            for task in running:
+                task.cancel()
 
 
 async def _until_stopped(stop: asyncio.Event, connections: set[nats.Connection]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import structlog
 
 from tokenbus.protocol import tasks
-from tokenbus.protocol.access import usage_store
+from tokenbus.protocol.access import audit_log, usage_store
 from tokenbus.protocol.bus import connection as nats
 from tokenbus.protocol.bus import ping_probe
 from tokenbus.protocol.bus.bucket import Bucket, bucket_name
@@ -55,6 +55,7 @@ from tokenbus.router.requests.tokenization.prompt_tokenizer import PromptTokeniz
 from tokenbus.router.requests.tokenization.tokenizer_cache import TokenizerCache
 from tokenbus.router.settings import RouterSettings
 from tokenbus.router.telemetry.metrics import RouterMetrics
+from tokenbus.router.usage.audited_ends import audit_ends
 from tokenbus.router.usage.recorder import UsageRecorder
 from tokenbus.router.usage.writer import UsageWriter
 from tokenbus.router.watch import FleetWatch
@@ -306,6 +307,9 @@ async def serve(settings: RouterSettings, read_settings: Callable[[], RouterSett
             usage = _count_usage(settings, connection, router)
             stack.push_async_callback(usage.close)
             stack.callback(tasks.background("keep usage", usage.run()).cancel)  # a router can do without
+        if settings.audit_settings.audit:
+            writing = audit_log.writing(connection, settings.prefix, settings.audit_settings)
+            audit_ends(router.ends, await stack.enter_async_context(writing), router.metrics.audit_records)
         await _run(settings, connection, router, stop, watched)
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Mapping
 
+from tokenbus.protocol.access.audit_log import AuditSettings
 from tokenbus.protocol.access.key_source import KeySettings
 from tokenbus.protocol.bus import connection as nats
 from tokenbus.protocol.parts.assembly import UploadLimits
@@ -67,6 +68,7 @@ class RouterSettings:
     """Whether it counts what requests use, in a bucket of the broker's JetStream."""
     usage_days: int = 400
     """Days for which these counts are kept."""
+    audit_settings: AuditSettings = dataclasses.field(default_factory=AuditSettings)
     status_page: status.StatusSettings = dataclasses.field(default_factory=status.StatusSettings)
     request_log: RequestLogSettings = dataclasses.field(default_factory=RequestLogSettings)
     otlp_traces_endpoint: str = ""

@@ -14,6 +14,7 @@ import msgspec
 from prometheus_client.registry import Collector
 
 from tokenbus.protocol import tasks
+from tokenbus.protocol.access import audit_log
 from tokenbus.protocol.bus.connection import Connection
 from tokenbus.protocol.process import signals
 from tokenbus.protocol.telemetry import metrics, status, tracing
@@ -108,6 +109,11 @@ class WorkerProcess:
                 except signals.StoppedError:
                     return
                 opened.push_async_callback(connection.close)
+            if self._settings.audit_settings.audit:
+                # over this connection no record is queued before a chunk
+                log = audit_log.writing(self._connections[1], self._settings.prefix, self._settings.audit_settings)
+                self._line.audit = await opened.enter_async_context(log)
+                audit_log.count_records(self._line.audit, self._metrics.audit_records)
             await self._serve_replicas()
 
     async def _serve_replicas(self) -> None:

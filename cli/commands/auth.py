@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tokenbus.auth import broker_config, seeds
 from tokenbus.auth.settings import AuthSettings
-from tokenbus.cli.console import connection_flags, key_flags, serve
+from tokenbus.cli.console import audit_flags, connection_flags, key_flags, serve
 from tokenbus.cli.console.arguments import FILE, NAME, text
 from tokenbus.cli.console.flags import Parser, fields_of
 from tokenbus.protocol.access.key_source import BUCKET
@@ -26,6 +26,7 @@ def add_flags(parser: Parser) -> None:
     flag("--system-user", NAME, system, "", unset="as --nats-user, with -system after it")
     key_flags.add_flags(parser)
     parser.change_default("keys", BUCKET)
+    audit_flags.add_flags(parser)
     serve.add_flags(parser)
     parser.set_defaults(run=run)
 
@@ -38,6 +39,7 @@ def settings_of(options: argparse.Namespace) -> AuthSettings:
         broker=broker,
         system_broker=dataclasses.replace(broker, credentials=_system_credentials(options, broker.credentials)),
         key_settings=key_flags.settings_of(options),
+        audit_settings=audit_flags.settings_of(options),
         status_page=serve.status_settings(options),
         **fields,
     )

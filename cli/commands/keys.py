@@ -6,24 +6,26 @@ import contextlib
 import fnmatch
 import getpass
 import json
+import secrets
 import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
-from tokenbus.cli.console import arguments, connection_flags, key_flags, key_table, moments
+from tokenbus.cli.console import arguments, audit_flags, connection_flags, key_flags, key_table, moments
 from tokenbus.cli.console.arguments import ArgumentType
 from tokenbus.cli.console.flags import Parser, UsageError
 from tokenbus.cli.console.session import EXIT_INTERRUPTED, print_error
 from tokenbus.client.wire.wire_client import WireClient
-from tokenbus.protocol.access import key_changes, keys
+from tokenbus.protocol.access import audit, key_changes, keys
+from tokenbus.protocol.access.audit_log import AuditLog, AuditSettings
 from tokenbus.protocol.access.key_ring import MAX_KEYS
 from tokenbus.protocol.access.key_source import BUCKET
 from tokenbus.protocol.access.key_stores import KeyStore, KeyStoreError
 from tokenbus.protocol.access.keys import KeyLimits, KeyRecord, Role
 from tokenbus.protocol.bus import connection as nats
-from tokenbus.protocol.bus.bucket import BucketMissingError
+from tokenbus.protocol.bus.bucket import BucketError, BucketMissingError
 from tokenbus.protocol.bus.connection import Connection
 from tokenbus.protocol.telemetry import logs
 from tokenbus.protocol.wire import errors, limits, subjects
@@ -86,6 +88,7 @@ def add_flags(parser: Parser) -> None:
     flag("--tenant", _TENANT, "tenant of a new key, or whose keys are listed", unset="default, or all tenants")
     flag("--json", arguments.SWITCH, "print JSON, with Unix times in seconds")
     flag.add(key_flags.KEYS._replace(default=BUCKET, unset=""))
+    flag.add(audit_flags.AUDIT)
     parser.left_out = ("tenant",)
     connection_flags.add_flags(parser)
     parser.set_defaults(run=lambda options: _run(parser.prog, options, given))
@@ -107,6 +110,7 @@ def _run(prog: str, options: argparse.Namespace, of_actions: Sequence[Any]) -> i
         if keys.id_of(one) is not None:  # by now every user of this machine has had the time to read it
             text = "is a whole key with its secret, which others can read in the list of processes: pass its id only"
             raise UsageError(prog, f"the argument {text}, {keys.id_of(one)}")
+    options.audit = audit_flags.is_wanted(prog, options)
     logs.log_errors_only()
     action = _ACTIONS[options.do](options)
     try:
@@ -126,10 +130,26 @@ _Action = Callable[[KeyStore, Connection | None], Awaitable[int]]
 
 async def _with_store(options: argparse.Namespace, action: _Action) -> int:
     settings = key_flags.settings_of(options)
-    if settings.keys != BUCKET:
+    if settings.keys != BUCKET and not options.audit:
         return await action(settings.store(None, options.prefix), None)
     async with _connected(options) as connection:
         return await action(settings.store(connection, options.prefix), connection)
+
+
+async def _audit(options: argparse.Namespace, connection: Connection | None, record: KeyRecord, **fields: Any) -> None:
+    """Writes a change to the audit log, if that is wanted. The change is made, also if this fails."""
+    if not options.audit or connection is None:
+        return
+    log = AuditLog(connection, options.prefix)
+    one = audit.record(time.time(), "key", options.do, record.tenant, _user(), key_id=record.id, **fields)
+    try:
+        try:
+            await log.add(one, secrets.token_hex(8))
+        except BucketMissingError:
+            await log.create(AuditSettings())
+            await log.add(one, secrets.token_hex(8))
+    except BucketError as error:
+        _say(f"this change of the key {record.id} is not in the audit log: {error}")
 
 
 @contextlib.asynccontextmanager
@@ -180,6 +200,13 @@ def _create(options: argparse.Namespace) -> _Action:
             return print_error(f"there are {MAX_KEYS} keys, and there can't be more")
         secret, record = make()
         await store.add(record)
+        facts = {
+            "name": record.name,
+            "role": str(record.role),
+            "models": record.models,
+            "expires_at": record.expires_at,
+        }
+        await _audit(options, connection, record, **facts)
         if connection is not None and record.models != ("*",):
             await _warn_of_models(connection, options.prefix, record)
         _say(f"made the key {record.id} of the tenant {record.tenant}; its secret is shown this once")
@@ -193,6 +220,7 @@ def _rotate(options: argparse.Namespace) -> _Action:
         key_id = await _find(store, options.ids[0])
         new, grace_s, now = keys.new_key(key_id), vars(options).get("grace", 0.0), time.time()
         record = await key_changes.change(store, key_id, lambda one: key_changes.rotated(one, new, grace_s, now))
+        await _audit(options, connection, record, grace_s=grace_s)
         until = f"is valid until {moments.text_of_moment(now + grace_s)}" if grace_s else "is not valid any more"
         _say(f"the key {key_id} has a new secret, shown this once; the old one {until}")
         return _print_secret(options, new.text, record)
@@ -211,6 +239,7 @@ def _revoke(options: argparse.Namespace) -> _Action:
         shown, now = [], time.time()
         for before in found:
             record = await key_changes.change(store, before.id, lambda one: key_changes.revoked(one, now))
+            await _audit(options, connection, record, was_revoked=before.revoked_at is not None or None)
             shown.append(key_table.fields_of_key(record, now))
             since = f"had been revoked at {moments.text_of_moment(record.revoked_at or now)} already"
             _say(f"the key {record.id} {'is revoked' if before.revoked_at is None else since}")

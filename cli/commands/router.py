@@ -3,7 +3,7 @@
 import argparse
 from typing import NamedTuple
 
-from tokenbus.cli.console import connection_flags, key_flags, serve
+from tokenbus.cli.console import audit_flags, connection_flags, key_flags, serve
 from tokenbus.cli.console.arguments import COUNT, MIB, NAME, PATTERN, SECONDS, SWITCH, ArgumentType, real, whole
 from tokenbus.cli.console.flags import Flag, Parser, fields_of, text_of
 from tokenbus.protocol.access import usage
@@ -75,6 +75,7 @@ def add_flags(parser: Parser) -> None:
     flag = parser.group("usage", RouterSettings)
     flag("--usage", SWITCH, "count what requests use, by day, tenant, key and model, in the broker's JetStream")
     flag("--usage-days", whole(1, usage.MAX_DAYS), "days for which these counts are kept")
+    audit_flags.add_flags(parser)
     flag = parser.group("router", RouterSettings)
     part = "a pattern of the names of the models that it serves, such as chat-*; other routers serve the others"
     flag("--models", PATTERN, part, [], unset="all models")
@@ -91,6 +92,7 @@ def settings_of(options: argparse.Namespace) -> RouterSettings:
     return RouterSettings(
         broker=connection_flags.settings_of(options),
         key_settings=key_flags.settings_of(options),
+        audit_settings=audit_flags.settings_of(options),
         min_remote_prefill_tokens=options.remote_prefill_tokens,
         queue=QueueSettings(options.max_queued_requests, options.max_queued_tokens),
         inbox_prefixes=tuple(options.inbox_prefix or subjects.DEFAULT_INBOX_PREFIXES),

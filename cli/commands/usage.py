@@ -13,7 +13,7 @@ from rich.cells import cell_len
 from tokenbus.cli.console import arguments, connection_flags
 from tokenbus.cli.console.arguments import ArgumentType
 from tokenbus.cli.console.flags import Parser, UsageError
-from tokenbus.cli.console.session import EXIT_INTERRUPTED, print_error
+from tokenbus.cli.console.session import EXIT_INTERRUPTED, print_error, printable
 from tokenbus.protocol.access import usage
 from tokenbus.protocol.access.usage import Counts, Dimension, UsageQuery, UsageRow
 from tokenbus.protocol.access.usage_store import BUCKET, UsageReport, UsageStore
@@ -135,7 +135,7 @@ def table(group_by: tuple[Dimension, ...], rows: Sequence[UsageRow]) -> str:
     """Returns a table with a line for each row, and one for all if there are several."""
     cells = [[*group_by, "requests", "prompt", "cached", "completion", "errors"]]
     for group, counts in rows:
-        names = [_printable(usage.shown(name, value)) or _NO_KEY for name, value in zip(group_by, group, strict=True)]
+        names = [printable(usage.shown(name, value)) or _NO_KEY for name, value in zip(group_by, group, strict=True)]
         cells.append([*names, *_numbers(counts)])
     if len(rows) > 1 and group_by:
         cells.append(["total", *[""] * (len(group_by) - 1), *_numbers(usage.total_of(rows))])
@@ -153,8 +153,3 @@ def _line(cells: Sequence[str], widths: Sequence[int], num_names: int) -> str:
     names = [cell + " " * (width - cell_len(cell)) for cell, width in zip(cells, widths, strict=True)]
     numbers = [cell.rjust(width) for cell, width in zip(cells, widths, strict=True)]
     return "  ".join([*names[:num_names], *numbers[num_names:-1], names[-1]]).rstrip()
-
-
-def _printable(text: str) -> str:
-    """Returns a name, which somebody else has chosen, without what a terminal could take for a command."""
-    return text if text.isprintable() else ascii(text)[1:-1]

@@ -5,7 +5,7 @@ import os
 import sys
 from pathlib import Path
 
-from tokenbus.cli.console import connection_flags, hub_flags, serve
+from tokenbus.cli.console import audit_flags, connection_flags, hub_flags, serve
 from tokenbus.cli.console.arguments import (
     COUNT,
     MIB,
@@ -78,6 +78,7 @@ def add_own_flags(parser: Parser, *, is_required: bool = True) -> None:
     _add_memory_flags(parser)
     _add_scheduling_flags(parser)
     _add_device_flags(parser)
+    audit_flags.add_flags(parser)
     flag = parser.group("stopping", WorkerSettings)
     flag("--grace-s", SECONDS, "time that running requests may take to finish here after SIGTERM", reloads=True)
     flag("--handover-s", SECONDS, "time that routers then have to take them to other workers", reloads=True)
@@ -207,6 +208,7 @@ def settings_of(options: argparse.Namespace) -> WorkerSettings:
         kv_budget_bytes=options.kv_budget << 20,
         memory_budget_bytes=options.memory_budget_mib << 20,
         broker=connection_flags.settings_of(options),
+        audit_settings=audit_flags.settings_of(options),
         status_page=serve.status_settings(options),
         log=logs.LogSettings(options.log_level or "", options.log_format or ""),
         frontend=FrontendSettings(

@@ -96,6 +96,10 @@ _OPERATE = {
         "show what was used, by day, tenant, key and model",
         *("usage", "usage --from 30d --group-by key,model --tenant acme --csv"),
     ),
+    "audit": Command(
+        "show who did what: requests, changes of keys, connections kept out, commands to workers",
+        *("audit --since 2d --tenant acme", "audit --follow --json"),
+    ),
     "pull": Command(
         "fetch a model from the Hugging Face Hub, or continue fetching it",
         *("pull org/repo:Q4_K_M", "pull --engine onnx org/repo"),

@@ -78,3 +78,8 @@ def decode_utf8(data: bytes, source: str) -> str:
         return data.decode()
     except UnicodeDecodeError as error:
         raise ValueError(f"{source} is not UTF-8: byte {error.start + 1} of it is {data[error.start]:#04x}") from error
+
+
+def printable(text: str) -> str:
+    """Returns a text, which somebody else has chosen, without what a terminal could take for a command."""
+    return text if text.isprintable() else ascii(text)[1:-1]

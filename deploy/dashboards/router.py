@@ -176,6 +176,17 @@ _USAGE = (
             Query(increase(f"{_P}_usage_failures_total", ROUTER_FILTER, "instance"), f"{_NAME} failures"),
         ),
     ),
+    Panel(
+        "Records for the audit log",
+        "Of processes with `--audit`. If any are `lost`, the broker's JetStream was out of reach until 16,384 of them "
+        "waited in a process, or until it stopped.",
+        "suffix: /s",
+        (
+            Query(rate(f"{_P}_audit_records_total", ROUTER_FILTER, "outcome"), "routers: {{outcome}}"),
+            Query(rate("tokenbus_worker_audit_records_total", "", "outcome"), "workers: {{outcome}}"),
+            Query(rate("tokenbus_auth_audit_records_total", "", "outcome"), "auth: {{outcome}}"),
+        ),
+    ),
 )
 
 _FLEET = (

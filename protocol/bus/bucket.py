@@ -74,48 +74,118 @@ def bucket_name(prefix: str, what: str) -> str:
     return f"{prefix.replace('.', '_')}_{what}"
 
 
-class Bucket:
-    """One bucket, over a connection of this process."""
+class StreamContents:
+    """The messages in a stream of the broker, over a connection of this process. The key of each is the rest of its
+    subject after a prefix."""
 
-    def __init__(self, connection: Connection, name: str, timeout_s: float = _TIMEOUT_S) -> None:
-        """`timeout_s` is the time for one answer of the broker."""
-        self.name = name
+    def __init__(self, connection: Connection, stream: str, prefix: str, timeout_s: float = _TIMEOUT_S) -> None:
+        """`prefix` ends with a dot; `timeout_s` is the time for one answer of the broker."""
         self._connection = connection
         self._js = connection.jetstream(timeout_s)
-        self._stream = f"KV_{name}"
-        self._prefix = f"$KV.{name}."
+        self._stream = stream
+        self._prefix = prefix
         self._timeout_s = timeout_s
 
     def __repr__(self) -> str:
-        return f"<Bucket {self.name}>"
+        return f"<{type(self).__name__} {self._stream}>"
+
+    async def _create(self, config: api.StreamConfig) -> api.StreamConfig:
+        """Makes the stream, unless it is there: then it stays as it is. A cluster that can keeps three copies of it, so
+        that it outlives each of its brokers. Returns how it is configured. Raises BucketError."""
+        names = {"name": self._stream, "subjects": [f"{self._prefix}>"], "allow_direct": True, "deny_delete": True}
+        try:
+            return await self._create_copies(config.evolve(**names, num_replicas=_NUM_REPLICAS))
+        except BucketError:
+            return await self._create_copies(config.evolve(**names, num_replicas=1))
+
+    async def _create_copies(self, config: api.StreamConfig) -> api.StreamConfig:
+        with _failing():
+            try:
+                return (await self._js.stream_info(self._stream)).config
+            except js_errors.NotFoundError:
+                return (await self._js.add_stream(config)).config
+
+    async def _page(self, first: dict[str, object], keys: str) -> tuple[list[Entry], bool]:
+        """Returns the entries from a first one on, and whether they are the last ones."""
+        found: list[Entry] = []
+        ended: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+
+        def take(message: Msg) -> None:
+            if ended.done():
+                return
+            if bus.is_no_responders(message):
+                ended.set_exception(BucketMissingError("there is no such bucket, or no JetStream"))
+            elif (status := _status(message)) in ("404", "204"):  # no entry, or no further one
+                ended.set_result(status == "404" or _header(message, "Nats-Num-Pending") in ("", "0"))
+            elif status:
+                words = _header(message, "Description") or status
+                ended.set_exception(BucketError(f"the broker refuses to list a bucket: {words}"))
+            else:
+                try:
+                    found.append(self._entry(message))
+                except BucketError as error:
+                    ended.set_exception(error)
+
+        inbox = f"{self._connection.new_inbox()}.{secrets.token_hex(4)}"
+        asked = first | {"next_by_subj": f"{self._prefix}{keys}", "batch": _PAGE, "max_bytes": _PAGE_BYTES}
+        subscription = await self._connection.subscribe(inbox, take)
+        try:
+            self._connection.publish(f"$JS.API.DIRECT.GET.{self._stream}", json.dumps(asked).encode(), inbox)
+            async with asyncio.timeout(self._timeout_s):
+                is_complete = await ended
+        except (TimeoutError, ConnectionError, bus.OutboundBufferLimitError) as error:
+            raise BucketError(str(error) or "the broker did not answer") from error
+        finally:
+            await self._connection.unsubscribe(subscription)
+        return found, is_complete
+
+    async def _ask(self, what: str, asked: dict[str, object] | None = None) -> dict[str, Any]:
+        """Returns the broker's answer to a question about the bucket. Raises BucketError."""
+        body = b"" if asked is None else json.dumps(asked).encode()
+        with _failing():
+            reply: dict[str, Any] = json.loads(
+                (await self._request(f"$JS.API.STREAM.{what}.{self._stream}", body)).data
+            )
+            if "error" in reply:
+                raise js_errors.APIError.from_error(reply["error"])
+        return reply
+
+    async def _put(self, key: str, value: bytes, headers: dict[str, str] | None) -> int:
+        with _failing():
+            return (await self._js.publish(f"{self._prefix}{key}", value, headers=headers)).seq
+
+    async def _request(self, subject: str, payload: bytes) -> Msg:
+        return await self._js._nc.request(subject, payload, timeout=self._timeout_s)
+
+    def _entry(self, message: Msg) -> Entry:
+        """Raises BucketError for what is no stored entry."""
+        subject, revision = _header(message, "Nats-Subject"), _header(message, "Nats-Sequence")
+        if not subject.startswith(self._prefix) or not revision.isdigit():
+            raise BucketError(f"the broker's answer is not understood: {_status(message) or subject[:100]!r}")
+        is_deleted = _header(message, _OPERATION) in ("DEL", "PURGE")
+        key = subject.removeprefix(self._prefix)
+        return Entry(key, None if is_deleted else message.data, int(revision), _header(message, "Nats-Time-Stamp"))
+
+
+class Bucket(StreamContents):
+    """One bucket."""
+
+    def __init__(self, connection: Connection, name: str, timeout_s: float = _TIMEOUT_S) -> None:
+        """`timeout_s` is the time for one answer of the broker."""
+        super().__init__(connection, f"KV_{name}", f"$KV.{name}.", timeout_s)
+        self.name = name
 
     async def create(self, limits: BucketLimits) -> None:
-        """Makes the bucket, unless it is there: then it stays as it is. A cluster that can keeps three copies of it, so
-        that it outlives each of its brokers. Raises BucketError."""
-        try:
-            await self._create(limits, _NUM_REPLICAS)
-        except BucketError:
-            await self._create(limits, 1)
-
-    async def _create(self, limits: BucketLimits, num_replicas: int) -> None:
+        """Makes the bucket, unless it is there: then it stays as it is. Raises BucketError."""
         config = api.StreamConfig(
-            name=self._stream,
-            subjects=[f"{self._prefix}>"],
-            allow_direct=True,
             allow_rollup_hdrs=True,
-            deny_delete=True,
             discard=api.DiscardPolicy.NEW,
             max_age=limits.max_age_s,
             max_bytes=limits.max_bytes,
             max_msg_size=limits.max_value_bytes,
             max_msgs_per_subject=1,
-            num_replicas=num_replicas,
         )
-        with _failing():
-            try:
-                await self._js.stream_info(self._stream)
-            except js_errors.NotFoundError:
-                await self._js.add_stream(config)
+        await self._create(config)
 
     async def set_max_age(self, max_age_s: float) -> None:
         """Changes after which time entries are dropped, if that is another. Raises BucketError."""
@@ -178,71 +248,10 @@ class Bucket:
         """Returns all entries with a higher revision whose keys match a pattern. Raises BucketError."""
         entries: list[Entry] = []
         while True:
-            found, is_complete = await self._page(entries[-1].revision if entries else after, keys)
+            found, is_complete = await self._page({"seq": (entries[-1].revision if entries else after) + 1}, keys)
             entries += found
             if is_complete:
                 return Changes(entries, entries[-1].revision if entries else after)
-
-    async def _page(self, after: int, keys: str) -> tuple[list[Entry], bool]:
-        """Returns the next entries, and whether they are the last ones."""
-        found: list[Entry] = []
-        ended: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-
-        def take(message: Msg) -> None:
-            if ended.done():
-                return
-            if bus.is_no_responders(message):
-                ended.set_exception(BucketMissingError("there is no such bucket, or no JetStream"))
-            elif (status := _status(message)) in ("404", "204"):  # no entry, or no further one
-                ended.set_result(status == "404" or _header(message, "Nats-Num-Pending") in ("", "0"))
-            elif status:
-                words = _header(message, "Description") or status
-                ended.set_exception(BucketError(f"the broker refuses to list a bucket: {words}"))
-            else:
-                try:
-                    found.append(self._entry(message))
-                except BucketError as error:
-                    ended.set_exception(error)
-
-        inbox = f"{self._connection.new_inbox()}.{secrets.token_hex(4)}"
-        asked = {"seq": after + 1, "next_by_subj": f"{self._prefix}{keys}", "batch": _PAGE, "max_bytes": _PAGE_BYTES}
-        subscription = await self._connection.subscribe(inbox, take)
-        try:
-            self._connection.publish(f"$JS.API.DIRECT.GET.{self._stream}", json.dumps(asked).encode(), inbox)
-            async with asyncio.timeout(self._timeout_s):
-                is_complete = await ended
-        except (TimeoutError, ConnectionError, bus.OutboundBufferLimitError) as error:
-            raise BucketError(str(error) or "the broker did not answer") from error
-        finally:
-            await self._connection.unsubscribe(subscription)
-        return found, is_complete
-
-    async def _ask(self, what: str, asked: dict[str, object] | None = None) -> dict[str, Any]:
-        """Returns the broker's answer to a question about the bucket. Raises BucketError."""
-        body = b"" if asked is None else json.dumps(asked).encode()
-        with _failing():
-            reply: dict[str, Any] = json.loads(
-                (await self._request(f"$JS.API.STREAM.{what}.{self._stream}", body)).data
-            )
-            if "error" in reply:
-                raise js_errors.APIError.from_error(reply["error"])
-        return reply
-
-    async def _put(self, key: str, value: bytes, headers: dict[str, str] | None) -> int:
-        with _failing():
-            return (await self._js.publish(f"{self._prefix}{key}", value, headers=headers)).seq
-
-    async def _request(self, subject: str, payload: bytes) -> Msg:
-        return await self._js._nc.request(subject, payload, timeout=self._timeout_s)
-
-    def _entry(self, message: Msg) -> Entry:
-        """Raises BucketError for what is no stored entry."""
-        subject, revision = _header(message, "Nats-Subject"), _header(message, "Nats-Sequence")
-        if not subject.startswith(self._prefix) or not revision.isdigit():
-            raise BucketError(f"the broker's answer is not understood: {_status(message) or subject[:100]!r}")
-        is_deleted = _header(message, _OPERATION) in ("DEL", "PURGE")
-        key = subject.removeprefix(self._prefix)
-        return Entry(key, None if is_deleted else message.data, int(revision), _header(message, "Nats-Time-Stamp"))
 
 
 def _header(message: Msg, name: str) -> str:

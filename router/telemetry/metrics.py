@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterable
 
+from tokenbus.protocol.access.audit_log import LOST, STORED
 from tokenbus.protocol.telemetry.metrics import (
     MICROSECOND_BUCKETS,
     REQUEST_BUCKETS,
@@ -131,6 +132,11 @@ class RouterMetrics(MetricFamilies):
         self.usage_counters = Gauge(f"{_P}_usage_counters", "Sums of usage in memory.")
         self.usage_unsaved = Gauge(f"{_P}_usage_unsaved_seconds", "How long the oldest usage has not been saved.")
         self.usage_failures = Counter(f"{_P}_usage_failures", "Failed attempts to save usage.")
+        self.audit_records = Counter(
+            f"{_P}_audit_records", "Records for the audit log, by outcome: stored or lost.", ("outcome",)
+        )
+        for outcome in (STORED, LOST):  # export 0, or the first increase of each would be missed
+            self.audit_records.labels(outcome)
         self.throttled = Counter(
             f"{_P}_throttled", "Requests beyond a limit of their key or tenant, by unit.", ("unit",)
         )

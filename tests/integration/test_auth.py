@@ -2,6 +2,9 @@
 
 import asyncio
 import contextlib
+import functools
+import json
+import subprocess
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -13,7 +16,7 @@ import pytest
 from tests.support import key_broker
 from tests.support.key_broker import PASSWORD, KeyBroker
 from tests.support.raw_client import PREFIX
-from tests.support.system import System
+from tests.support.system import System, command
 from tokenbus.client.client import Client
 from tokenbus.client.errors import TokenbusError
 from tokenbus.protocol.access import keys
@@ -80,6 +83,41 @@ async def test_who_shows_no_valid_key_is_kept_out_with_a_reason_that_only_operat
         counts = {one: measured.connects.labels(one)._value.get() for one in ("invalid", "not_valid_now", "no_key")}
         assert counts == {"invalid": 3, "not_valid_now": 1, "no_key": 1}
         assert await broker.answer_to(user="anything", **{"pass": key}) == b"PONG"
+
+
+async def test_changes_of_keys_and_who_is_kept_out_or_loses_its_connection_are_in_the_audit_log(
+    broker: KeyBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TOKENBUS_NATS_PASSWORD", PASSWORD)
+    monkeypatch.setenv("TOKENBUS_AUDIT", "1")
+    who = ("--nats", broker.url, "--nats-user", "operator", "--nats-inbox", "_INBOX_operator")
+
+    async def run(*arguments: str) -> str:
+        """Returns what a command of the operator prints."""
+        asked = functools.partial(subprocess.run, capture_output=True, text=True, check=True)
+        return str((await asyncio.to_thread(asked, command(*arguments, *who))).stdout)
+
+    made = json.loads(await run("keys", "create", "--tenant", "acme", "--name", "app", "--json"))
+    operator = await broker.use_bucket()
+    async with broker.auth(audit=True):
+        client = await broker.connect(made["key"])
+        assert await broker.answer_to(auth_token=f"tb_{made['id']}_{'A' * 43}") == REFUSED
+        await run("keys", "revoke", made["id"], "--yes")
+        async with asyncio.timeout(60):
+            await broker.disconnected.wait()
+    assert client.is_closed or not client.is_connected
+    records = [json.loads(line) for line in (await run("audit", "--key", made["id"][:6], "--json")).splitlines()]
+    assert [(one["kind"], one["tenant"], one["what"]) for one in records] == [
+        ("key", "acme", "create"),
+        ("connection", "acme", "refused"),
+        ("key", "acme", "revoke"),
+        ("connection", "acme", "closed"),
+    ]
+    assert records[0]["fields"] == {"key_id": made["id"], "name": "app", "role": "user", "models": ["*"]}
+    assert "@" in records[0]["actor"]
+    assert records[1]["fields"] == {"reason": "invalid", "address": "127.0.0.1"}
+    assert made["key"] not in json.dumps(records)
+    await operator.close()
 
 
 async def test_no_other_user_hears_a_brokers_question_or_has_its_answer_taken(broker: KeyBroker) -> None:

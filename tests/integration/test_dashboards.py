@@ -79,7 +79,9 @@ class Watched:
 @pytest.fixture
 async def watched(tmp_path: Path) -> AsyncIterator[Watched]:
     prometheus = await Prometheus.start(tmp_path / "prometheus")
-    system = await System.start(tmp_path)
+    config = tmp_path / "nats.conf"
+    config.write_text(f"jetstream {{ store_dir: '{tmp_path}' }}")
+    system = await System.start(tmp_path, config)
     yield Watched(system, prometheus)
     await system.stop()
     prometheus.stop()
@@ -152,7 +154,7 @@ async def test_under_load_no_panel_and_no_rule_is_without_data_and_no_alert_fire
     watched: Watched, tmp_path: Path
 ) -> None:
     prometheus = watched.prometheus
-    await watched.router()
+    await watched.router("--usage", "--audit")
     for name in ("one", "two"):
         await watched.worker(name, "--max-num-seqs", "2", "--vllm-metrics", "--host-cache-mib", "64")
     await watched.worker_of("words")

@@ -5,6 +5,7 @@ import contextlib
 import json
 import secrets
 import signal
+import subprocess
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from nats.aio.msg import Msg
 
 from tests.support import page_client
 from tests.support.raw_client import PREFIX, RawClient, check_stream
-from tests.support.system import System, running_gateway
+from tests.support.system import System, command, running_gateway
 from tokenbus import demo
 from tokenbus.client.wire.wire_client import WireClient
 from tokenbus.protocol.bus import connection
@@ -40,9 +41,9 @@ class Guarded:
         self.violations: list[str] = []
         self._monkeypatch = monkeypatch
 
-    def router(self, name: str) -> None:
+    def router(self, name: str, *arguments: str) -> None:
         self._monkeypatch.setenv("TOKENBUS_NATS_PASSWORD", self.passwords["router"])
-        self.system.router(name, "--nats-user", "router", "--nats-inbox", "_INBOX_router", *TENANTS_ONLY)
+        self.system.router(name, "--nats-user", "router", "--nats-inbox", "_INBOX_router", *TENANTS_ONLY, *arguments)
 
     def worker(self, name: str, *arguments: str, model: str | Path, served_name: str) -> None:
         user = f"worker-{served_name}"
@@ -431,6 +432,47 @@ async def test_only_an_operator_can_stop_a_request_and_a_worker(guarded: Guarded
     terminal = await live.terminal()
     assert (terminal["finish_reason"], terminal["stopped_by"]) == ("length", "operator")
     assert terminal["usage"]["completion_tokens"] < LONG["max_tokens"]
+
+
+async def test_an_operator_reads_in_the_audit_log_who_did_what_and_nobody_else_does(
+    empty: Guarded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    empty.router("router", "--audit")
+    empty.worker("w-demo", "--audit", model=demo.MODEL_PATH, served_name="demo")
+    acme, operator = [await empty.connect(name, f"_INBOX_{name}") for name in ("acme", "operator")]
+    await until_served(acme, "acme", 1)
+    client, subject = RawClient(acme), f"{PREFIX}.generate.demo.acme"
+    assert (await (await client.generate(ask(id="r1"), subject=subject)).terminal())["finish_reason"] == "length"
+    assert (await (await client.generate(ask(id="r2", top_p=7), subject=subject)).terminal())["error"]
+    order = msgspec.msgpack.encode({"op": "drain", "grace_s": 0.0, "handover_s": 0.0})
+    await operator.request(f"{PREFIX}.worker.demo.w-demo.control", order, timeout=60)
+    await empty.system.wait("w-demo")
+
+    monkeypatch.setenv("TOKENBUS_NATS_PASSWORD", empty.passwords["operator"])
+    who = ("--nats-user", "operator", "--nats-inbox", "_INBOX_operator", "--nats", empty.system.url)
+    read = await asyncio.to_thread(
+        subprocess.run, command("audit", "--json", *who), capture_output=True, text=True, check=True
+    )
+    records = [json.loads(line) for line in read.stdout.splitlines()]
+    told = {(one["kind"], one["tenant"], one["actor"], one["what"]): one["fields"] for one in records}
+    requests = [one["fields"] for one in records if one["kind"] == "request"]
+    assert requests == [
+        {
+            "model": "demo",
+            "request_id": "r1",
+            "outcome": "length",
+            "prompt_tokens": requests[0]["prompt_tokens"],
+            "completion_tokens": 3,
+        },
+        {"model": "demo", "request_id": "r2", "outcome": "error", "code": "invalid_request"},
+    ]
+    assert told["control", "", "_INBOX_operator", "drain"] == {"worker_id": "w-demo", "ok": True}
+    empty.check_nothing_was_refused("router", "w-demo")
+    for name in ("acme", "router"):
+        other = await empty.connect(name, f"_INBOX_{name}")
+        for denied in ("tokenbus.v1.audit.acme.key", "$JS.API.DIRECT.GET.tokenbus_v1_audit"):
+            await other.publish(denied, b"{}")
+            await empty.refuses(name, denied)
 
 
 async def test_an_operator_can_not_read_completions(guarded: Guarded) -> None:

@@ -40,6 +40,7 @@ PURE = (
     "protocol/ttl_cache.py",
     "router/access/key_checks.py",
     "protocol/access/usage.py",
+    "protocol/access/audit.py",
     "router/access/limits.py",
     "router/access/slots.py",
     "router/access/windows.py",

@@ -17,6 +17,7 @@ from tokenbus.auth.callout_metrics import CalloutMetrics
 from tokenbus.auth.settings import AuthSettings
 from tokenbus.cli.console import nats_server
 from tokenbus.protocol.access import keys
+from tokenbus.protocol.access.audit_log import AuditSettings
 from tokenbus.protocol.access.key_source import BUCKET, KeySettings
 from tokenbus.protocol.access.key_stores import BucketKeys, FileKeys
 from tokenbus.protocol.access.keys import KeyRecord
@@ -45,10 +46,10 @@ class KeyBroker:
         return BusSettings(self.url, inbox_prefix=inbox, credentials=Credentials(user, PASSWORD))
 
     @contextlib.asynccontextmanager
-    async def auth(self) -> AsyncIterator[CalloutMetrics]:
+    async def auth(self, *, audit: bool = False) -> AsyncIterator[CalloutMetrics]:
         """Runs one instance, with keys from the store."""
         measured, where = CalloutMetrics(), BUCKET if isinstance(self.store, BucketKeys) else str(self.file.path)
-        settings = AuthSettings(key_settings=KeySettings(where))
+        settings = AuthSettings(key_settings=KeySettings(where), audit_settings=AuditSettings(audit=audit))
         async with contextlib.AsyncExitStack() as stack:
             found = []
             for user in ("auth-system", "auth"):

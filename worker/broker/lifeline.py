@@ -20,6 +20,7 @@ import structlog
 from nats.aio.msg import Msg
 
 from tokenbus.protocol import tasks
+from tokenbus.protocol.access.audit_log import AuditWriter
 from tokenbus.protocol.bus.bus import OutboundBufferLimitError, OwnedBus, is_no_responders, lease_time
 from tokenbus.protocol.wire import codec, internal, limits, subjects
 from tokenbus.worker.broker.announcer import Announcer, new_epoch
@@ -74,6 +75,8 @@ class Lifeline:
         self._names = names
         self.process = process
         """Its name, unique among the processes that serve a model."""
+        self.audit: AuditWriter | None = None
+        """Writes what operators have the process do, if that is wanted."""
         self.epoch = new_epoch()
         self.is_muted = False
         """Whether nothing may be published: the old epoch is over and the new one has no connection yet."""

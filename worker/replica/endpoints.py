@@ -10,6 +10,7 @@ import structlog
 from nats.aio.msg import Msg
 
 from tokenbus.protocol import tasks
+from tokenbus.protocol.access.audit import actor_of_inbox
 from tokenbus.protocol.bus.bus import (
     Bus,
     Callback,
@@ -288,7 +289,27 @@ class Endpoints:
                 worker_ids=reply.worker_ids or None,
                 error=reply.error.message[:_MAX_LOGGED_CHARS] if reply.error else None,
             )
+            self._audit(message, control, reply)
         self._reply(message, reply)
+
+    def _audit(self, message: Msg, control: internal.Control | None, reply: internal.ControlReply) -> None:
+        if (writer := self._worker.line.audit) is None:
+            return
+        tenant, actor = actor_of_inbox(message.reply)
+        writer.add(
+            "control",
+            control.op if control else "invalid",
+            tenant,
+            actor,
+            worker_id=self._announcer.worker_id,
+            request_id=control.request_id if control else None,
+            model=control.model if control else None,
+            adapter=control.adapter if control else None,
+            ok=reply.ok,
+            progress=reply.progress,
+            worker_ids=reply.worker_ids,
+            error=reply.error.message if reply.error else None,
+        )
 
     def _no_responders(self, message: Msg) -> None:
         if is_no_responders(message):

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 
+from tokenbus.protocol.access.audit_log import AuditSettings
 from tokenbus.protocol.bus import connection as nats
 from tokenbus.protocol.telemetry import logs, long_waits, status
 from tokenbus.protocol.wire import internal, messages, subjects
@@ -84,6 +85,7 @@ class WorkerSettings:
     """An on-demand model is unloaded after this long without a request; 0 unloads only to make room."""
     max_waiting: int = 64
     """Accepted requests that may wait for a replica's lane; further ones are refused with `overloaded`."""
+    audit_settings: AuditSettings = dataclasses.field(default_factory=AuditSettings)
     grace_s: float = 30.0
     """Running streams may finish this long after SIGTERM; then routers take them to other workers."""
     handover_s: float = 15.0

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 
+from tokenbus.protocol.access.audit_log import LOST, STORED
 from tokenbus.protocol.telemetry.metrics import (
     ITL_BUCKETS,
     REQUEST_BUCKETS,
@@ -26,6 +27,8 @@ _MAX_NEW_STEPS = 1_024
 """Steps that wait to be counted."""
 _ON_DEMAND = ("memory_budget", "memory_reserved", "model_load_seconds")
 """The metrics that are shown only for models on demand."""
+_OF_PROCESS = "audit_records"
+"""The metric of the whole process, without the labels of a replica."""
 
 
 class WorkerMetrics(MetricFamilies):
@@ -215,6 +218,11 @@ class WorkerMetrics(MetricFamilies):
         self.memory_reserved = gauge(
             "memory_reserved_bytes", "Memory that an on-demand model is expected to take; 0 while it is not loaded."
         )
+        self.audit_records = Counter(
+            "tokenbus_worker_audit_records", "Records for the audit log, by outcome: stored or lost.", ("outcome",)
+        )
+        for outcome in (STORED, LOST):
+            self.audit_records.labels(outcome)
         self.kv_leases = gauge("kv_leases", "Workers that are reading KV blocks here.")
         self.embeddings = counter("embeddings", "Embedded inputs.")
         self.embedded_tokens = counter("embedded_tokens", "Tokens of embedded inputs.")
@@ -255,7 +263,7 @@ class ReplicaMetrics(WorkerMetrics):
         self._families = families
         self._worker_id = worker_id
         for name, family in vars(families).items():
-            if name not in _ON_DEMAND:
+            if name not in (*_ON_DEMAND, _OF_PROCESS):
                 setattr(self, name, family.bind(model, worker_id))
         self._devices: set[str] = set()
         """The devices whose memory is exported."""
@@ -426,4 +434,5 @@ class ReplicaMetrics(WorkerMetrics):
     def forget(self) -> None:
         """Stops exporting the replica's metrics."""
         for family in self._families.families():
-            family.remove_by_labels({"worker_id": self._worker_id})
+            if family is not self._families.audit_records:
+                family.remove_by_labels({"worker_id": self._worker_id})
