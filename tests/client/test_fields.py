@@ -46,7 +46,9 @@ REPLIES = {
     messages.ServedModel: replies.ServedModelInfo,
 }
 HIDDEN_REPLIES: Mapping[type, set[str]] = {
-    messages.Chunk: {"attempt", "offset", "text_offset", "prompt_offset", "reasoning_offset", "error"},
+    messages.Chunk: {
+        *("attempt", "offset", "text_offset", "prompt_offset", "reasoning_offset", "rate_limits", "error"),
+    },
     messages.EmbedReply: {"id", "error"},
     messages.RerankReply: {"id", "error"},
     messages.TokenizeReply: {"id", "error", "continues"},

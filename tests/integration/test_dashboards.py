@@ -15,6 +15,7 @@ import pytest
 
 from tests.support import alert_rules
 from tests.support.exact_client import until_ready
+from tests.support.jetstream import jetstream_config
 from tests.support.prometheus import WINDOW, Prometheus
 from tests.support.raw_client import PREFIX
 from tests.support.run_sender import RunSender
@@ -79,9 +80,7 @@ class Watched:
 @pytest.fixture
 async def watched(tmp_path: Path) -> AsyncIterator[Watched]:
     prometheus = await Prometheus.start(tmp_path / "prometheus")
-    config = tmp_path / "nats.conf"
-    config.write_text(f"jetstream {{ store_dir: '{tmp_path}' }}")
-    system = await System.start(tmp_path, config)
+    system = await System.start(tmp_path, jetstream_config(tmp_path))
     yield Watched(system, prometheus)
     await system.stop()
     prometheus.stop()

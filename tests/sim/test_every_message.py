@@ -66,13 +66,17 @@ FAULTS = (
 )
 
 
+_SEED = 3
+"""One by which the worker that faults strike has the simple client's stream too, as the first test makes sure."""
+
+
 def is_chosen(fault: Fault, number: int) -> bool:
     return ALL or zlib.crc32(f"{fault.name} {number}".encode()) % 5 == 0
 
 
 def has_message(fault: Fault, number: int) -> bool:
     """Tries a fault before the n-th message; returns False if there are fewer."""
-    with world(seed=1) as made:
+    with world(seed=_SEED) as made:
         exchange = Exchange(made)
         try:
             if exchange.play(fault.strike, number):
@@ -86,7 +90,7 @@ def has_message(fault: Fault, number: int) -> bool:
 
 
 def test_without_a_fault_all_comes_from_its_first_worker_which_faults_strike_for_the_simple_client() -> None:
-    with world(seed=1) as made:
+    with world(seed=_SEED) as made:
         exchange = Exchange(made)
         assert not exchange.play(Exchange.kill_worker, 1_000)
         exchange.check()
