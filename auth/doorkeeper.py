@@ -103,10 +103,9 @@ class Doorkeeper:
         self._log.warning("connect_refused", key_id=key_id, address=callout.host, reason=outcome, error=reason)
         if self._num_delayed >= MAX_DELAYED:
             return callout_metrics.FLOOD
-        if self._audit is not None:
-            claimed = self._ring.get(key_id)
-            tenant = claimed.tenant if claimed is not None else ""
-            self._audit.add("connection", "refused", tenant, key_id, reason=str(outcome), address=callout.host)
+        # who knows no key could fill the log otherwise
+        if self._audit is not None and (claimed := self._ring.get(key_id)) is not None:
+            self._audit.add("connection", "refused", claimed.tenant, key_id, reason=str(outcome), address=callout.host)
         answer = self._answers.refuse(callout, reason, self._now())
         self._num_delayed += 1
         asyncio.get_running_loop().call_later(REFUSAL_DELAY_S, self._send_refusal, reply, answer)

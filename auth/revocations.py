@@ -149,7 +149,8 @@ class Revocations:
                 if self._audit is not None and reason == callout_metrics.CHANGED:
                     record = self._ring.get(key_id or "")
                     tenant = record.tenant if record is not None else ""
-                    self._audit.add("connection", "closed", tenant, key_id or "", reason=reason, cid=one.cid)
+                    once = f"{listing.server_id} {one.cid} {one.start}"  # other instances close it too
+                    self._audit.add("connection", "closed", tenant, key_id or "", once=once, cid=one.cid)
         following = listing.offset + len(listing.connections)
         if listing.connections and following < listing.total:
             user = message.subject.rpartition(".")[2]

@@ -127,17 +127,12 @@ def as_json(number: int, record: AuditRecord) -> dict[str, object]:
 def line(record: AuditRecord) -> str:
     """Returns a record as people read it. Nothing in it, which others have chosen, can move the cursor."""
     at = datetime.datetime.fromtimestamp(record.at, datetime.UTC)
-    fields = [f"{name}={_text_of(value)}" for name, value in record.fields.items()]
-    words = (
-        f"{at:%Y-%m-%d %H:%M:%S}Z",
-        record.kind,
-        record.tenant or _NONE,
-        record.actor or _NONE,
-        record.what,
-        *fields,
-    )
-    return " ".join(map(printable, words))
+    fields = [f"{_word(name)}={_word(value)}" for name, value in record.fields.items()]
+    who = [_word(one) or _NONE for one in (record.tenant, record.actor)]
+    return " ".join([f"{at:%Y-%m-%d %H:%M:%S}Z", record.kind, *who, _word(record.what), *fields])
 
 
-def _text_of(value: object) -> str:
-    return ",".join(map(str, value)) if isinstance(value, list) else str(value)
+def _word(value: object) -> str:
+    """Returns a value that can't be taken for several."""
+    text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+    return printable(json.dumps(text, ensure_ascii=False) if set(text) & set(' ="') else text)

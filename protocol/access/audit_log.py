@@ -1,7 +1,7 @@
 """The audit log: a stream of the broker's JetStream to which records are only added.
 
-A record waits in memory until the broker has stored it; no request waits for that. What finds the queue full, or is
-refused by the broker for good, is lost, and counted."""
+A record waits in memory until the broker has stored it; no request waits for that. What finds the queue full is lost,
+and counted."""
 
 import asyncio
 import contextlib
@@ -63,6 +63,10 @@ class AuditLog(StreamContents):
         """`prefix` is that of all subjects."""
         super().__init__(connection, bucket_name(prefix, _NAME), f"{prefix}.{_NAME}.")
 
+    @property
+    def is_reachable(self) -> bool:
+        return self._connection.is_connected
+
     async def create(self, settings: AuditSettings) -> bool:
         """Makes the stream, unless it is there; nobody can take single records out of it. Returns whether it keeps what
         the settings say. Raises BucketError."""
@@ -115,14 +119,17 @@ class AuditWriter:
     def __len__(self) -> int:
         return len(self._queue)
 
-    def add(self, kind: AuditKind, what: str, tenant: str = "", actor: str = "", **fields: object) -> None:
-        """Records an act. Neither raises nor waits."""
+    def add(
+        self, kind: AuditKind, what: str, tenant: str = "", actor: str = "", *, once: str = "", **fields: object
+    ) -> None:
+        """Records an act. Neither raises nor waits. Of those that all processes add within two minutes with the same
+        text `once`, one is stored."""
         if len(self._queue) >= self._max_queued:
-            self._lose(1)
+            self._lose_one()
             return
         self._num_added += 1
         one = audit.record(time.time(), kind, what, tenant, actor, **fields)
-        self._queue.append((one, f"{self._ids}-{self._num_added}"))
+        self._queue.append((one, once or f"{self._ids}-{self._num_added}"))
         self._added.set()
 
     async def run(self) -> None:
@@ -139,6 +146,8 @@ class AuditWriter:
         stored all the same are not stored twice."""
         batch = [self._queue[index] for index in range(min(_AT_ONCE, len(self._queue)))]
         try:
+            if not self._audit.is_reachable:  # what is sent now would wait before the answers to clients
+                raise BucketError("the broker can't be reached")
             if not self._is_made:
                 await self._make()
             results = await asyncio.gather(*(self._audit.add(*one) for one in batch), return_exceptions=True)
@@ -169,7 +178,7 @@ class AuditWriter:
                     pass
         if num_left := len(self._queue):
             self._queue.clear()
-            self._lose(num_left)
+            self.on_lost(num_left)
             self._log.error("audit_lost", count=num_left)
 
     async def _make(self) -> None:
@@ -179,11 +188,11 @@ class AuditWriter:
         if not is_as_set:
             self._log.warning("audit_kept_otherwise")
 
-    def _lose(self, count: int) -> None:
-        self._num_lost += count
-        self.on_lost(count)
-        if self._num_lost == count and not self._is_failing:  # once until records are stored again
-            self._log.error("audit_lost", count=count)
+    def _lose_one(self) -> None:
+        self._num_lost += 1
+        self.on_lost(1)
+        if self._num_lost == 1 and not self._is_failing:  # once until records are stored again
+            self._log.error("audit_lost", count=1)
 
 
 def count_records(writer: AuditWriter, counter: "Counter") -> None:

@@ -107,12 +107,12 @@ async def test_changes_of_keys_and_who_is_kept_out_or_loses_its_connection_are_i
             await broker.disconnected.wait()
     assert client.is_closed or not client.is_connected
     records = [json.loads(line) for line in (await run("audit", "--key", made["id"][:6], "--json")).splitlines()]
-    assert [(one["kind"], one["tenant"], one["what"]) for one in records] == [
+    assert [(one["kind"], one["tenant"], one["what"]) for one in records[:2]] == [
         ("key", "acme", "create"),
         ("connection", "acme", "refused"),
-        ("key", "acme", "revoke"),
-        ("connection", "acme", "closed"),
     ]
+    # the connection may be closed before the command has recorded why
+    assert sorted((one["kind"], one["what"]) for one in records[2:]) == [("connection", "closed"), ("key", "revoke")]
     assert records[0]["fields"] == {"key_id": made["id"], "name": "app", "role": "user", "models": ["*"]}
     assert "@" in records[0]["actor"]
     assert records[1]["fields"] == {"reason": "invalid", "address": "127.0.0.1"}

@@ -55,6 +55,7 @@ def test_an_operator_is_named_by_the_inbox_that_permissions_bind(reply: str, act
     assert audit.actor_of_inbox(reply) == actor
 
 
-def test_a_line_shows_who_did_what_and_moves_no_cursor() -> None:
-    one = audit.record(0.0, "request", "generate", "a\x1b[2J", "", model="m\n", ids=["w-1", "w-2"])
-    assert line(one) == r"1970-01-01 00:00:00Z request a\x1b[2J - generate model=m\n ids=w-1,w-2"
+def test_a_line_shows_who_did_what_moves_no_cursor_and_no_value_looks_like_two() -> None:
+    one = audit.record(0.0, "request", "generate", "a\x1b[2J", "", model="m\n", ids=["w-1", "w-2"], code="x ok=True")
+    told = r'1970-01-01 00:00:00Z request a\x1b[2J - generate model=m\n ids=w-1,w-2 code="x ok=True"'
+    assert line(one) == told

@@ -1,13 +1,15 @@
 """A process's records reach the log of a real broker once, in order, and wait in bounded memory while it is away."""
 
+import asyncio
 import datetime
 from collections.abc import AsyncIterator, Iterator
 from itertools import count
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
-from tests.support.jetstream import jetstream_broker
+from tests.support.jetstream import jetstream_broker, jetstream_config
 from tokenbus.cli.console import nats_server
 from tokenbus.protocol.access import audit
 from tokenbus.protocol.access.audit_log import AuditLog, AuditSettings, AuditWriter, StoredRecord
@@ -110,6 +112,40 @@ async def test_what_is_no_record_is_passed_over(log: AuditLog, connection: nats.
     await log._put("acme.request", b"nonsense", None)
     await log.add(audit.record(0.0, "request", "a"), "1")
     assert whats((await log.page(EVER, audit.pattern_of()))[0]) == ["unreadable", "a"]
+
+
+async def test_one_act_that_several_processes_record_is_stored_once(log: AuditLog) -> None:
+    for writer in (CountedWriter(log), CountedWriter(log)):
+        writer.add("connection", "closed", once="broker 7")
+        assert await writer.write()
+    assert whats((await log.page(EVER, audit.pattern_of()))[0]) == ["closed"]
+
+
+async def test_while_the_broker_is_away_nothing_is_sent_and_what_waits_is_stored_once_after(tmp_path: Path) -> None:
+    config = jetstream_config(tmp_path)
+    running = await nats_server.start(0, tmp_path / "nats.log", config)
+    connection = await nats.connect(nats.BusSettings(url=running.url), "test")
+    try:
+        log = AuditLog(connection, "audit.v1")
+        writer = CountedWriter(log)
+        writer.add_all("a")
+        assert await writer.write()
+        running.kill()
+        async with asyncio.timeout(60):
+            while connection.is_connected:
+                await asyncio.sleep(0.01)
+            writer.add_all("b", "c")
+            for _ in range(3):
+                assert not await writer.write()
+            assert connection._client.pending_data_size == 0
+            running = await nats_server.start(urlsplit(running.url).port or 0, tmp_path / "nats.log", config)
+            while not await writer.write():
+                await asyncio.sleep(0.01)
+        assert (writer.stored, writer.lost) == ([1, 2], [])
+        assert whats((await log.page(EVER, audit.pattern_of()))[0]) == ["a", "b", "c"]
+    finally:
+        await connection.close()
+        running.stop()
 
 
 async def test_without_jetstream_as_many_records_wait_as_may_and_the_others_are_counted(tmp_path: Path) -> None:
