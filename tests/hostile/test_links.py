@@ -100,6 +100,8 @@ async def test_workers_beyond_a_link_that_was_down_continue_every_stream(sites: 
 async def test_sites_of_which_each_has_all_it_needs_continue_every_stream(sites: Sites, down_s: float) -> None:
     start(sites.system, {"here": sites.here, "there": sites.there}, {"a": sites.here, "b": sites.there})
     async with clients_at(sites.here, sites.there) as places:
+        for router in ("here", "there"):  # else the clients of one are those of the other, alone beyond the link
+            await sites.system.until_logged(router, "router_ready")
         for answers in await load_through(sites.be_cut(down_s), places):
             assert (answers.ends, answers.whole_ends) == ({"length"}, {"length"})
             assert answers.missing <= 10
