@@ -81,7 +81,7 @@ async def _show(options: argparse.Namespace) -> None:
     try:
         log, keys = AuditLog(connection, options.prefix), audit.pattern_of(options.tenant, options.kind)
         first: int | str = datetime.datetime.fromtimestamp(options.since, datetime.UTC).isoformat()
-        is_known = is_failing = False
+        is_known = is_failing = is_any = False
         while True:
             try:
                 found, is_complete = await log.page(first, keys)
@@ -93,10 +93,12 @@ async def _show(options: argparse.Namespace) -> None:
                 is_failing, is_complete, found = True, True, []
             else:
                 is_known, is_failing = True, False
-            _print(options, found)
+            is_any = _print(options, found) or is_any
             if found:
                 first = found[-1].number + 1
             if is_complete and not options.follow:
+                if not is_any:
+                    print(f"nothing of this is recorded since {moments.text_of_moment(options.since)}", file=sys.stderr)
                 return
             if is_complete:
                 await asyncio.sleep(_FOLLOW_INTERVAL_S)
@@ -104,13 +106,17 @@ async def _show(options: argparse.Namespace) -> None:
         await connection.close()
 
 
-def _print(options: argparse.Namespace, found: list[StoredRecord]) -> None:
+def _print(options: argparse.Namespace, found: list[StoredRecord]) -> bool:
+    """Prints the records that were asked for; returns whether there are any."""
+    is_any = False
     for number, record in found:
         if record is None:
             print(f"tokenbus: the record {number} can't be read", file=sys.stderr)
         elif options.key is None or _is_about(record, options.key):
             print(json.dumps(as_json(number, record)) if options.json else line(record))
+            is_any = True
     sys.stdout.flush()
+    return is_any
 
 
 def _is_about(record: AuditRecord, key: str) -> bool:

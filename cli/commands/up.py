@@ -15,6 +15,7 @@ from typing import NamedTuple
 from tokenbus.cli.commands import gateway, router, worker
 from tokenbus.cli.console import (
     arguments,
+    audit_flags,
     config,
     connection_flags,
     first_key,
@@ -140,7 +141,10 @@ def settings_of(options: argparse.Namespace) -> SystemSettings:
     given += [f"--threads={found.threads or max(1, cores // busy)}"]
     given += [f"--{name}={text_of(getattr(found, dest_of(name)))}" for name in _defaults(options)]
     with_keys = [*common, *([f"--keys={options.keys}"] if options.keys else [])]
-    for_router = [*with_keys, *(["--usage"] if options.keys == BUCKET else [])]
+    if found.audit and not options.nats and options.keys != BUCKET:
+        raise ValueError("--audit needs a broker with JetStream: pass --keys too, or --nats with the address of one")
+    for_audit = command_line([flag for flag in options.passed_on if flag.title == audit_flags.TITLE], options)
+    for_router = [*with_keys, *for_audit, *(["--usage"] if options.keys == BUCKET else [])]
     router.settings_of(_options_of("router", router.add_flags, for_router))
     for_gateway = _options_of("gateway", gateway.add_flags, with_keys)
     gateway_settings = gateway.settings_of(for_gateway)

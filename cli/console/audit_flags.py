@@ -9,11 +9,12 @@ from tokenbus.protocol.access.audit_log import AuditSettings
 AUDIT = Flag(
     "--audit", SWITCH, "record who did what, without texts, in the broker's JetStream", variable="TOKENBUS_AUDIT"
 )
+TITLE = "audit log"
 _MAX_DAYS = 36_500
 
 
 def add_flags(parser: Parser) -> None:
-    flag = parser.group("audit log", AuditSettings)
+    flag = parser.group(TITLE, AuditSettings)
     flag.add(AUDIT)
     flag("--audit-days", whole(1, _MAX_DAYS), "days for which the log keeps records, if this process makes it")
     flag(

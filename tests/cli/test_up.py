@@ -38,6 +38,16 @@ def test_settings_of_workers_reach_them() -> None:
     assert (options.cache_type_k, options.threads) == ("q8_0", 2)
 
 
+def test_an_audit_log_is_that_of_workers_and_router_and_needs_somewhere_to_be_kept() -> None:
+    found = settings("--audit", "--audit-days=30", "--keys").arguments
+    for arguments in (found.worker, found.router):
+        assert {"--audit", "--audit-days=30"} <= {*arguments}
+    assert "--audit" not in settings("--keys").arguments.router
+    assert "--audit" in settings("--audit", "--nats=nats://elsewhere:4222").arguments.router
+    with pytest.raises(ValueError, match="--audit needs a broker with JetStream"):
+        settings("--audit")
+
+
 def test_workers_share_the_machine_and_stop_soon_unless_told_otherwise() -> None:
     options = worker_options("--workers", "4", "--prefill-workers", "1")
     assert (options.memory_share, options.grace_s, options.handover_s) == (0.25, 10, 3)
