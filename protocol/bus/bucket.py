@@ -271,6 +271,8 @@ def _failing() -> Iterator[None]:
     except (js_errors.NotFoundError, js_errors.NoStreamResponseError, nats.errors.NoRespondersError) as error:
         raise BucketMissingError("there is no such bucket, or no JetStream") from error
     except js_errors.APIError as error:
+        if error.code is None:  # nats-py's notice that nothing answers
+            raise BucketMissingError("there is no such bucket, or no JetStream") from error
         words = error.description or str(error)
         raise (BucketConflictError if error.err_code in _WRONG_REVISION else BucketError)(words) from error
     except (nats.errors.Error, TimeoutError, OSError, ValueError) as error:

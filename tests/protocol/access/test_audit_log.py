@@ -157,6 +157,8 @@ async def test_without_jetstream_as_many_records_wait_as_may_and_the_others_are_
         writer.add_all("a", "b", "c")
         assert not await writer.write()
         writer.add_all("d")
+        with pytest.raises(BucketMissingError, match="no JetStream"):
+            await log.create(AuditSettings())
         assert (len(writer), len(writer.lost), writer.stored) == (2, 2, [])
         with pytest.raises(BucketMissingError):
             await log.page(EVER, audit.pattern_of())
