@@ -144,7 +144,9 @@ class Connection:
             with contextlib.suppress(Exception):  # the reason is already known, whatever a half-open client raises
                 await client.close()
             if isinstance(error, TimeoutError | OSError | nats.errors.Error):
-                raise connect_error(settings, error, str(client.last_error or "no answer")) from error
+                raise connect_error(
+                    settings, error, str(client.last_error or "no answer"), is_there=client.asks_who_connects
+                ) from error
             raise
         client._error_cb = self._error  # from now on errors are only reported
 
@@ -290,15 +292,21 @@ async def connect(settings: BusSettings, name: str) -> Connection:
     return connection
 
 
-def connect_error(settings: BusSettings, error: Exception, otherwise: str) -> ConnectionError:
-    """Describes the failure of a first connect in a sentence; `otherwise` is the reason if the error has no text."""
+def connect_error(
+    settings: BusSettings, error: Exception, otherwise: str, *, is_there: bool = False
+) -> ConnectionError:
+    """Describes the failure of a first connect in a sentence; `otherwise` is the reason if the error has no text, and
+    `is_there` says that a broker has asked who connects."""
     if isinstance(error, BrokerRefusedError):
         return BrokerRefusedError(f"the NATS broker at {settings.redacted_url} {error}")
     reason = str(error) or otherwise
     if found := _ERRNO.match(reason):  # the system's text, without the addresses that were tried
         reason = os.strerror(int(found[1])) if int(found[1]) > 0 else reason[found.end() :]
-    remedy = "start one, or set --nats or TOKENBUS_NATS to its address"
     where = f"{settings.redacted_url} within {settings.connect_timeout_s:g} s"
+    if is_there:
+        remedy = "if clients show API keys there, is `tokenbus auth` running?"
+        return ConnectionError(f"the NATS broker does not let this process in at {where} ({reason}): {remedy}")
+    remedy = "start one, or set --nats or TOKENBUS_NATS to its address"
     return ConnectionError(f"no NATS broker at {where} ({reason}): {remedy}")
 
 

@@ -40,6 +40,11 @@ class HandshakeClient(client.Client):
         except ValueError as error:
             raise OSError(str(error)) from error
 
+    @property
+    def asks_who_connects(self) -> bool:
+        """Whether the broker has greeted this process, and wants to know who it is."""
+        return bool(self._server_info.get("auth_required"))
+
     async def _process_connect_init(self) -> None:
         try:
             await super()._process_connect_init()

@@ -115,6 +115,17 @@ def test_a_broker_of_the_cluster_starts_with_the_permissions_of_its_users(tmp_pa
     assert "permissions.conf=deploy/nats.conf" in GUIDE
 
 
+def test_a_router_may_do_with_keys_what_it_may_without() -> None:
+    def subjects_of(config: str) -> set[str]:
+        """The subjects of the system that the user `router` of a broker's configuration has."""
+        (part,) = re.findall(r"user: router,(.*?)user: ", config, re.DOTALL)
+        return set(re.findall(r'"(tokenbus\.v1\.[^"]+)"', part))
+
+    without = subjects_of((DEPLOY / "nats.conf").read_text())
+    assert "tokenbus.v1.routers.*" in without
+    assert without == subjects_of((DEPLOY.parent / "auth" / "nats-keys.conf").read_text())
+
+
 def test_every_password_of_a_pod_is_in_the_secret_that_the_guide_creates() -> None:
     used = {
         one["valueFrom"]["secretKeyRef"]["key"]

@@ -22,7 +22,8 @@ INFO = b'INFO {"server_id":"x","version":"2.11.0","max_payload":1048576,"headers
 class Impostor:
     """Greets as a broker without TLS does, hears what it is told, and hangs up."""
 
-    def __init__(self) -> None:
+    def __init__(self, info: bytes = INFO) -> None:
+        self.info = info
         self.heard = b""
         self.url = ""
 
@@ -34,7 +35,7 @@ class Impostor:
             yield self
 
     async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(INFO)
+        writer.write(self.info)
         self.heard += await reader.readline()
         writer.close()
         await writer.wait_closed()
@@ -53,6 +54,13 @@ async def test_a_broker_that_hangs_up_without_an_answer_is_none() -> None:
         with pytest.raises(ConnectionError, match="no NATS broker at"):
             await connection.connect(BusSettings(url=impostor.url, connect_timeout_s=0.5), "test")
         assert impostor.heard.startswith(b"CONNECT ")
+
+
+async def test_a_broker_that_asks_for_a_key_and_does_not_decide_is_not_said_to_be_absent() -> None:
+    info = INFO.replace(b'"headers"', b'"auth_required":true,"headers"')
+    async with Impostor(info).listening() as impostor, asyncio.timeout(PATIENCE_S):
+        with pytest.raises(ConnectionError, match=r"does not let this process in .* is `tokenbus auth` running"):
+            await connection.connect(BusSettings(url=impostor.url, connect_timeout_s=0.5), "test")
 
 
 async def test_tls_that_a_broker_offers_without_asking_for_it_is_taken(
