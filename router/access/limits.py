@@ -143,11 +143,11 @@ class Limits:
             slots.expire(now)
             if slots.has_room:
                 continue
-            self._want(account, slots, now)
-            if slots.is_full:
+            if now < slots.full_until:
                 words = f"{_of(account, address)} has as many open requests as it may have: {slots.limit}"
                 return Throttled(account, words, _UNTIL_SLOT_S)
-            is_pending = True
+            slots.is_needed = is_pending = True
+            self._want(account, slots, now)
         if is_pending:
             return None
         num_tokens = num_prompt + self._expected_answer(address, most)
@@ -173,8 +173,11 @@ class Limits:
             for account, share in client.windows:
                 if account.unit != REQUESTS:
                     share.settle(num_tokens - ticket.num_tokens)
-        for _, slots in client.slots:
+        for account, slots in client.slots:
             slots.num_open -= 1
+            if slots.is_idle:
+                slots.has_ended = slots.asked_at is not None
+                self._want(account, slots, slots.until)
         ticket.client = _NO_CLIENT
         if num_tokens is not None and completion:
             self._learn((address.key_id or address.tenant, address.model), completion)
@@ -248,7 +251,7 @@ class Limits:
     def _open(self, client: _Client, now: float) -> None:
         for account, slots in client.slots:
             slots.num_open += 1
-            if not slots.has_room and not slots.is_full:
+            if slots.needs_lease and now >= slots.full_until:
                 self._want(account, slots, now)
 
     def _want(self, account: Account, share: WindowShare | SlotShare, now: float) -> None:

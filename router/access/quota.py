@@ -42,6 +42,7 @@ _ALIVE_S = 3.5
 _MAX_ROUTERS = 1_024
 _MAX_TRIES = 6
 _JITTER_S = 0.002
+_MAX_PAUSE_S = 0.02
 _AT_ONCE = 32
 _WAIT_S = 2.0
 """A request waits for a lease for at most this long."""
@@ -168,7 +169,7 @@ class Quota:
         self, address: subjects.ModelAddress, num_prompt: int, most: int | None
     ) -> tuple[Ticket, messages.RateLimits | None]:
         """Does the same, and waits for a lease. Raises RequestError(overloaded)."""
-        until = time.monotonic() + _WAIT_S
+        until, pause_s = time.monotonic() + _WAIT_S, 0.0
         while True:
             ticket, told = self.admit(address, num_prompt, most)
             if ticket is not None:
@@ -177,6 +178,9 @@ class Quota:
                 problem = "the limits of this client can't be read at the moment"
                 raise errors.RequestError(errors.make_error(errors.Code.OVERLOADED, problem, retry_after_ms=1_000.0))
             await self._answered()
+            if pause_s:
+                await asyncio.sleep(self._rng.uniform(pause_s / 2, pause_s))
+            pause_s = min(2 * pause_s, _MAX_PAUSE_S) or _JITTER_S
 
     def adopt(self, address: subjects.ModelAddress, num_charged: int) -> Ticket:
         """Counts a request that another router has charged."""
@@ -339,6 +343,9 @@ class Quota:
             self._share_out(account)
         finally:
             share.asked_at = None
+            if slots is not None and slots.has_ended:
+                slots.has_ended = False
+                self._limits.wanted[account] = None
 
     async def _try(self, bucket: SharedBucket, account: Account) -> bool:
         """Leases once; returns False to try again. Raises BucketError."""
@@ -350,7 +357,7 @@ class Quota:
         if (slots := self._limits.slots.get(account)) is not None:
             held = slots.lease(_decoded(_slots, value), self._name, self.num_routers, self.now)
             await self._store(bucket, key, entry, held.record)
-            slots.take(held)
+            slots.take(held, self.now)
         elif (share := self._limits.windows.get(account)) is not None:
             share.roll(self.now)
             leased = share.lease(_decoded(_records, value), self._name, self.num_routers, self._num_sharing)

@@ -119,6 +119,19 @@ def test_a_router_that_dies_gives_its_slots_back_within_seconds() -> None:
         assert made.num_open == 5
 
 
+def test_a_client_with_one_request_at_a_time_is_not_refused_by_the_next_router() -> None:
+    with world(3) as virtual:
+        made = QuotaWorld(virtual, 3, TenantLimits(1, 0, 0))
+        virtual.run(25.0)
+        made.rng.expovariate = lambda rate: 0.05  # type: ignore[method-assign, assignment]
+        for number in range(60):
+            made.routers[number % 3].ask(1)
+            virtual.run(0.06)
+            assert made.most_open == 1
+        assert made.num_refused == 0
+        assert len(made.let_through["acme"]) == 60
+
+
 def test_without_a_bucket_each_router_takes_an_even_share() -> None:
     with world(5) as virtual:
         made = QuotaWorld(virtual, 0, LIMITS)
