@@ -226,8 +226,9 @@ class Inbox:
         self._for_each(lambda stream: stream.reconnected(now))
 
     def permissions_violated(self, words: str) -> None:
-        """Ends the streams whose requests the broker forbids, or all of them if it forbids the inbox."""
+        """Ends the requests that the broker forbids, and all streams if it forbids the inbox."""
         hint = "check that tenant and inbox prefix belong to this user (--tenant, --nats-inbox)"
+        self._replies.forbid(words, hint)
         error = errors.make_error(errors.Code.NO_WORKER, f"{words}: {hint}")
         forbidden = words.lower()  # nats-py reports the subject in lower case
         if self._prefix.lower() in forbidden:

@@ -83,6 +83,16 @@ class ReplyInbox:
         else:
             reply.set_result(message)
 
+    def forbid(self, words: str, advice: str) -> None:
+        """Ends the requests whose subject the broker forbids, as `words` say, with ConnectionError."""
+        forbidden = words.lower()  # nats-py reports the subject in lower case
+        denied = [subject for subject, (_, _, asked) in self._waiting.items() if f'"{asked}"'.lower() in forbidden]
+        for subject in denied:
+            reply, timer, _ = self._waiting.pop(subject)
+            timer.cancel()
+            if not reply.done():
+                reply.set_exception(ConnectionError(f"{words}: {advice}"))
+
     def _time_out(self, subject: str, timeout_s: float) -> None:
         reply, _, asked = self._waiting.pop(subject)
         if not reply.done():

@@ -24,6 +24,7 @@ from tokenbus import demo
 from tokenbus.client.wire.wire_client import WireClient
 from tokenbus.protocol.bus import connection
 from tokenbus.protocol.bus.settings import Credentials
+from tokenbus.protocol.wire import errors
 
 CONFIG = Path(__file__).parents[2] / "deploy" / "nats.conf"
 USERS = ("router", "worker-demo", "worker-other", "operator", "gateway", "default", "acme", "globex")
@@ -583,5 +584,8 @@ async def test_who_asks_as_somebody_else_is_told_so_at_once(
     settings = connection.BusSettings(url=guarded.system.url, inbox_prefix=inbox, credentials=who)
     async with await WireClient.connect(settings=settings, tenant=tenant) as client, asyncio.timeout(2):
         (end,) = [chunk async for chunk in client.generate("demo", prompt="12 + 30 =")]
+        if tenant != "acme":
+            with pytest.raises(errors.RequestError, match=f"permissions violation .*{hint}"):
+                await client.models()
     assert "permissions violation" in end.error.message
     assert hint in end.error.message
