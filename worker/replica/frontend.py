@@ -71,7 +71,7 @@ class Frontend:
         self.announcer.adapters = self.adapters.cards
         self.adapters.in_use = lambda: self.streams.adapter_digests
         self.exchange = KvExchange(self.announcer, metrics)
-        reach = RouterReach()
+        reach = RouterReach(lambda: bus.network)
         self.streams = Streams(self.announcer, self._outbox, telemetry, settings, self.exchange, self.adapters, reach)
         self.drain = Drain()
         self._replaced_by: asyncio.Future[None] = asyncio.get_running_loop().create_future()

@@ -95,7 +95,6 @@ class Guardians:
 
     def tick(self, now: float) -> None:
         """Asks every guardian once a second, distant ones more often, and offers the streams that have none."""
-        self._reach.network = self._connection.network
         is_round = now - self._checked_at >= _CHECK_INTERVAL_S
         if is_round:
             self._checked_at = now

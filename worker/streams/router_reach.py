@@ -10,6 +10,7 @@ If a distant router can't be reached, either that router is gone or the link is 
 of its network can be reached."""
 
 import functools
+from collections.abc import Callable
 
 from tokenbus.protocol.wire import subjects
 from tokenbus.worker.broker.fence import FENCE_S
@@ -51,16 +52,34 @@ class _Router:
 class RouterReach:
     """The routers that have placed requests at one worker, by the tokens of their subjects."""
 
-    def __init__(self) -> None:
-        self.network = ""
-        """That of this worker's own broker."""
+    def __init__(self, own_network: Callable[[], str]) -> None:
+        """`own_network` returns the network of this worker's own broker, as far as it is known."""
+        self._own_network = own_network
+        self._network = ""
         self._routers: dict[str, _Router] = {}
 
     def __repr__(self) -> str:
         return f"<RouterReach of {len(self._routers)} routers from {self.network}>"
 
+    @property
+    def network(self) -> str:
+        """The network of this worker's own broker."""
+        self._update_network()
+        return self._network
+
+    def _update_network(self) -> None:
+        """Brings the networks of near routers up to date: a single broker has another one after a restart, and so have
+        the routers that are at the same one."""
+        network = self._own_network()
+        if network != self._network:
+            for router in self._routers.values():
+                if router.network == self._network:
+                    router.network = network
+            self._network = network
+
     def heard(self, router_id: str, now: float, network: str = "") -> None:
         """Notes that a router has placed a stream here, or taken its guard over: a sign that it can be reached."""
+        self._update_network()  # before the router's: both may be at a broker that was restarted
         router = self._routers.pop(token_of(router_id), None) or _Router(router_id, now)
         self._routers[token_of(router_id)] = router  # the last, since it was heard last
         router.heard_at = router.confirmed_at = now
@@ -80,6 +99,7 @@ class RouterReach:
 
     def answered(self, token: str, number: int, network: str, now: float) -> None:
         """Notes the answer to a check."""
+        self._update_network()
         router = self._routers.get(token)
         if router is None or (sent_at := router.sent.pop(number, None)) is None:
             return
@@ -135,4 +155,5 @@ class RouterReach:
         return sorted(recent, key=lambda router: router.heard_at)
 
     def _is_distant(self, router: _Router) -> bool:
-        return bool(router.network and self.network) and router.network != self.network
+        own = self.network
+        return bool(router.network and own) and router.network != own

@@ -59,7 +59,7 @@ class Streams:
         self._exchange = exchange
         self._chat: ChatRules | None = None
         self._streams: dict[str, WorkerStream] = {}
-        self._reach = RouterReach() if reach is None else reach
+        self._reach = RouterReach(lambda: "") if reach is None else reach
         self.held = HeldStreams(self, outbox, self._reach, telemetry, settings)
         self._ended: TTLCache[WorkerStream] = TTLCache(limits.ENDED_STREAM_TTL_S, limits.MAX_ENDED_STREAM_BYTES)
         self._taken: TTLCache[internal.TakeReply] = TTLCache(limits.ENDED_STREAM_TTL_S, _MAX_TAKEN_BYTES)

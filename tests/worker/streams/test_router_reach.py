@@ -10,8 +10,7 @@ from tokenbus.worker.streams.router_reach import RouterReach
 
 def reach(*routers: tuple[str, str], now: float = 0.0) -> RouterReach:
     """Returns what a worker at the network `here` knows of routers that have placed streams, each at a network."""
-    found = RouterReach()
-    found.network = "here"
+    found = RouterReach(lambda: "here")
     for router_id, network in routers:
         found.heard(router_id, now, network)
     return found
@@ -22,6 +21,18 @@ def test_a_distant_guardians_streams_may_be_published_for_a_while_after_it_was_a
     found.asked("far", 1, 10.0)
     found.answered("far", 1, "there", 10.4)
     assert found.publish_until("far") == 10.0 + FENCE_S, "the answer may have taken any part of that"
+
+
+def test_a_router_at_the_same_broker_is_not_distant_when_that_is_restarted_under_another_id() -> None:
+    networks = ["here"]
+    found = RouterReach(lambda: networks[-1])
+    for router_id, network in (("near", "here"), ("quick", "here"), ("far", "there")):
+        found.heard(router_id, 0.0, network)
+    found.asked("quick", 1, 1.0)
+    networks.append("here, again")
+    found.heard("near", 2.0, "here, again")  # a run that comes before anything else
+    found.answered("quick", 1, "here, again", 2.1)
+    assert [found.is_distant(one) for one in ("near", "quick", "far")] == [False, False, True]
 
 
 def test_an_answer_that_comes_late_says_nothing_about_now() -> None:

@@ -42,6 +42,8 @@ def read(counted: WorkerMetrics) -> Samples:
     for family in text_string_to_metric_families(generate_latest(page.registry).decode()):
         for sample in family.samples:
             own = sample.labels
+            if not {"model", "model_name"} & own.keys():  # of the process, and no replica's
+                continue
             who = [own.get("model") or own["model_name"], own.get("worker_id") or own["engine"]]
             kinds = [own[label] for label in ("le", "finished_reason") if label in own]
             found.setdefault(sample.name, []).append((who + kinds, sample.value))
