@@ -17,7 +17,7 @@ from tests.support import zygote
 
 gc.disable()  # until all tests are collected: none of what they import is garbage
 
-pytest_plugins = ("tests.support.skips",)
+pytest_plugins = ("tests.support.skips", "tests.support.jetstream")
 
 # How long an example takes says how busy the machine is, and nothing of the rule that it tests.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])

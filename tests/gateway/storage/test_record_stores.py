@@ -2,12 +2,11 @@
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
 
-from tests.support.jetstream import jetstream_broker
 from tokenbus.cli.console import nats_server
 from tokenbus.gateway.storage.jetstream_store import JetStreamStore
 from tokenbus.gateway.storage.record_store import MemoryStore, RecordStore, StorageLimits, StoreError
@@ -27,25 +26,12 @@ class Clock:
         return self.now
 
 
-@pytest.fixture(scope="module")
-def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[nats_server.NatsServer]:
-    with jetstream_broker(tmp_path_factory.mktemp("jetstream")) as running:
-        yield running
-
-
-@pytest.fixture
-async def connection(broker: nats_server.NatsServer) -> AsyncIterator[nats.Connection]:
-    opened = await nats.connect(nats.BusSettings(url=broker.url), "test")
-    yield opened
-    await opened.close()
-
-
 @pytest.fixture(params=["memory", "jetstream"])
-def make(request: pytest.FixtureRequest, connection: nats.Connection) -> MakeStore:
+def make(request: pytest.FixtureRequest, jetstream: nats.Connection) -> MakeStore:
     async def made(limits: StorageLimits) -> RecordStore:
         if request.param == "memory":
             return MemoryStore(limits)
-        store = JetStreamStore(connection, next(_buckets), limits)
+        store = JetStreamStore(jetstream, next(_buckets), limits)
         assert await store.open()
         return store
 
@@ -126,8 +112,8 @@ async def test_many_small_records_take_no_more_memory_than_few_large_ones() -> N
     assert await store.get("acme", "resp_999") == b""
 
 
-async def test_an_expired_record_is_gone_from_a_bucket(connection: nats.Connection) -> None:
-    store = JetStreamStore(connection, next(_buckets), StorageLimits(0.2, 1_000_000))
+async def test_an_expired_record_is_gone_from_a_bucket(jetstream: nats.Connection) -> None:
+    store = JetStreamStore(jetstream, next(_buckets), StorageLimits(0.2, 1_000_000))
     await store.open()
     await store.put("acme", "resp_1", b"one")
     async with asyncio.timeout(10):
@@ -135,25 +121,25 @@ async def test_an_expired_record_is_gone_from_a_bucket(connection: nats.Connecti
             await asyncio.sleep(0.02)
 
 
-async def test_gateways_share_a_bucket_which_takes_over_new_limits(connection: nats.Connection) -> None:
+async def test_gateways_share_a_bucket_which_takes_over_new_limits(jetstream: nats.Connection) -> None:
     bucket = next(_buckets)
-    first, second = (JetStreamStore(connection, bucket, DAY._replace(max_age_s=age)) for age in (86_400.0, 3_600.0))
+    first, second = (JetStreamStore(jetstream, bucket, DAY._replace(max_age_s=age)) for age in (86_400.0, 3_600.0))
     assert await first.open()
     await first.put("acme", "resp_1", b"one")
     assert not await second.open()
     assert await second.get("acme", "resp_1") == b"one"
-    config = (await connection.jetstream(1.0).stream_info(f"KV_{bucket}")).config
+    config = (await jetstream.jetstream(1.0).stream_info(f"KV_{bucket}")).config
     assert (config.max_age, config.max_bytes) == (3_600, DAY.max_bytes)
 
 
-async def test_a_bucket_that_is_lost_is_made_again(connection: nats.Connection) -> None:
+async def test_a_bucket_that_is_lost_is_made_again(jetstream: nats.Connection) -> None:
     bucket = next(_buckets)
-    store = JetStreamStore(connection, bucket, DAY)
+    store = JetStreamStore(jetstream, bucket, DAY)
     await store.open()
     await store.put("acme", "resp_1", b"one")
-    await connection.jetstream(1.0).delete_stream(f"KV_{bucket}")
+    await jetstream.jetstream(1.0).delete_stream(f"KV_{bucket}")
     assert await store.get("acme", "resp_1") is None
-    await connection.jetstream(1.0).delete_stream(f"KV_{bucket}")
+    await jetstream.jetstream(1.0).delete_stream(f"KV_{bucket}")
     await store.put("acme", "resp_2", b"two")
     assert await store.get("acme", "resp_2") == b"two"
 
@@ -163,12 +149,12 @@ async def test_a_broker_without_jetstream_or_room_is_told(tmp_path: Path) -> Non
     config.write_text(f"jetstream {{ store_dir: '{tmp_path}', max_file_store: 1MB }}")
     for chosen in (None, config):
         broker = await nats_server.start(0, tmp_path / "nats.log", chosen)
-        connection = await nats.connect(nats.BusSettings(url=broker.url), "test")
+        jetstream = await nats.connect(nats.BusSettings(url=broker.url), "test")
         try:
             with pytest.raises(StoreError):
-                await JetStreamStore(connection, "bucket", DAY).open()
+                await JetStreamStore(jetstream, "bucket", DAY).open()
         finally:
-            await connection.close()
+            await jetstream.close()
             broker.stop()
 
 
@@ -176,8 +162,8 @@ async def test_a_broker_that_is_gone_fails_a_call_and_loses_nothing_else(tmp_pat
     config = tmp_path / "nats.conf"
     config.write_text(f"jetstream {{ store_dir: '{tmp_path}' }}")
     broker = await nats_server.start(0, tmp_path / "nats.log", config)
-    connection = await nats.connect(nats.BusSettings(url=broker.url), "test")
-    store = JetStreamStore(connection, "bucket", DAY, timeout_s=0.1)
+    jetstream = await nats.connect(nats.BusSettings(url=broker.url), "test")
+    store = JetStreamStore(jetstream, "bucket", DAY, timeout_s=0.1)
     await store.open()
     broker.stop()
     try:
@@ -188,4 +174,4 @@ async def test_a_broker_that_is_gone_fails_a_call_and_loses_nothing_else(tmp_pat
         with pytest.raises(StoreError):
             await store.delete("acme", "resp_1")
     finally:
-        await connection.close()
+        await jetstream.close()

@@ -2,14 +2,13 @@
 
 import asyncio
 import datetime
-from collections.abc import AsyncIterator, Iterator
 from itertools import count
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
 
-from tests.support.jetstream import jetstream_broker, jetstream_config
+from tests.support.jetstream import jetstream_config
 from tokenbus.cli.console import nats_server
 from tokenbus.protocol.access import audit
 from tokenbus.protocol.access.audit_log import AuditLog, AuditSettings, AuditWriter, StoredRecord
@@ -20,22 +19,9 @@ EVER = "1970-01-01T00:00:00+00:00"
 _prefixes = (f"audit{number}.v1" for number in count())
 
 
-@pytest.fixture(scope="module")
-def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[nats_server.NatsServer]:
-    with jetstream_broker(tmp_path_factory.mktemp("jetstream")) as running:
-        yield running
-
-
 @pytest.fixture
-async def connection(broker: nats_server.NatsServer) -> AsyncIterator[nats.Connection]:
-    opened = await nats.connect(nats.BusSettings(url=broker.url), "test")
-    yield opened
-    await opened.close()
-
-
-@pytest.fixture
-def log(connection: nats.Connection) -> AuditLog:
-    return AuditLog(connection, next(_prefixes))
+def log(jetstream: nats.Connection) -> AuditLog:
+    return AuditLog(jetstream, next(_prefixes))
 
 
 class CountedWriter(AuditWriter):
@@ -79,10 +65,10 @@ async def test_a_record_whose_answer_is_lost_is_not_stored_twice(log: AuditLog) 
     assert whats((await log.page(EVER, audit.pattern_of()))[0]) == ["a"]
 
 
-async def test_a_log_that_is_gone_is_made_again_and_gets_what_waits(log: AuditLog, connection: nats.Connection) -> None:
+async def test_a_log_that_is_gone_is_made_again_and_gets_what_waits(log: AuditLog, jetstream: nats.Connection) -> None:
     writer = CountedWriter(log)
     assert await writer.write()
-    await connection.jetstream(2.0).delete_stream(log._stream)
+    await jetstream.jetstream(2.0).delete_stream(log._stream)
     writer.add_all("a", "b")
     assert not await writer.write()
     writer.add_all("c")
@@ -91,7 +77,7 @@ async def test_a_log_that_is_gone_is_made_again_and_gets_what_waits(log: AuditLo
     assert sorted(whats((await log.page(EVER, audit.pattern_of()))[0])) == ["a", "b", "c"]
 
 
-async def test_nobody_takes_records_out_of_the_log(log: AuditLog, connection: nats.Connection) -> None:
+async def test_nobody_takes_records_out_of_the_log(log: AuditLog, jetstream: nats.Connection) -> None:
     await log.create(AuditSettings())
     await log.add(audit.record(0.0, "request", "a"), "1")
     with pytest.raises(BucketError, match="not permitted"):
@@ -107,7 +93,7 @@ async def test_a_log_that_keeps_something_else_than_asked_for_is_told(log: Audit
     assert not await log.create(AuditSettings(audit_days=31))
 
 
-async def test_what_is_no_record_is_passed_over(log: AuditLog, connection: nats.Connection) -> None:
+async def test_what_is_no_record_is_passed_over(log: AuditLog, jetstream: nats.Connection) -> None:
     await log.create(AuditSettings())
     await log._put("acme.request", b"nonsense", None)
     await log.add(audit.record(0.0, "request", "a"), "1")

@@ -5,15 +5,13 @@ import contextlib
 import itertools
 import os
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from tests.protocol.access.test_keys import made
-from tests.support.jetstream import jetstream_broker
-from tokenbus.cli.console import nats_server
 from tokenbus.protocol.access.key_ring import KeyProblem, KeyRefusedError, KeyRing
 from tokenbus.protocol.access.key_stores import BucketKeys, FileKeys, KeyConflictError, KeyStore, KeyStoreError
 from tokenbus.protocol.access.key_watch import BucketKeyWatch, FileKeyWatch, KeyWatch
@@ -24,36 +22,23 @@ from tokenbus.protocol.bus.bucket import Bucket, BucketState
 _names = (f"bucket_{number}" for number in itertools.count())
 
 
-@pytest.fixture(scope="module")
-def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[nats_server.NatsServer]:
-    with jetstream_broker(tmp_path_factory.mktemp("jetstream")) as running:
-        yield running
-
-
-@pytest.fixture
-async def connection(broker: nats_server.NatsServer) -> AsyncIterator[nats.Connection]:
-    opened = await nats.connect(nats.BusSettings(url=broker.url), "test")
-    yield opened
-    await opened.close()
-
-
 @pytest.fixture(params=["bucket", "file"])
-def store(request: pytest.FixtureRequest, connection: nats.Connection, tmp_path: Path) -> KeyStore:
-    return BucketKeys(Bucket(connection, next(_names))) if request.param == "bucket" else FileKeys(tmp_path / "keys")
+def store(request: pytest.FixtureRequest, jetstream: nats.Connection, tmp_path: Path) -> KeyStore:
+    return BucketKeys(Bucket(jetstream, next(_names))) if request.param == "bucket" else FileKeys(tmp_path / "keys")
 
 
-def watch_of(store: KeyStore, ring: KeyRing, connection: nats.Connection) -> KeyWatch:
+def watch_of(store: KeyStore, ring: KeyRing, jetstream: nats.Connection) -> KeyWatch:
     if isinstance(store, BucketKeys):
-        return BucketKeyWatch(connection, store.bucket, ring)
+        return BucketKeyWatch(jetstream, store.bucket, ring)
     assert isinstance(store, FileKeys)
     return FileKeyWatch(store.path, ring)
 
 
 @contextlib.asynccontextmanager
-async def watched(store: KeyStore, connection: nats.Connection) -> AsyncIterator[tuple[KeyRing, asyncio.Event]]:
+async def watched(store: KeyStore, jetstream: nats.Connection) -> AsyncIterator[tuple[KeyRing, asyncio.Event]]:
     """A ring that is kept up to date, and an event that each change of it sets."""
     ring, changed = KeyRing(), asyncio.Event()
-    watch = watch_of(store, ring, connection)
+    watch = watch_of(store, ring, jetstream)
     ring.on_change.append(lambda before, after: changed.set())
     await watch.open()
     changed.clear()
@@ -101,12 +86,12 @@ async def test_a_store_that_is_not_there_says_so(store: KeyStore) -> None:
 
 
 async def test_a_revoked_key_is_refused_as_soon_as_the_watch_has_heard_of_it(
-    store: KeyStore, connection: nats.Connection
+    store: KeyStore, jetstream: nats.Connection
 ) -> None:
     await store.create()
     key, record = made()
     await store.add(record)
-    async with watched(store, connection) as (ring, changed):
+    async with watched(store, jetstream) as (ring, changed):
         assert ring.find(key.text, time.time(), time.monotonic()) == record
         found = await store.get(record.id)
         assert found is not None
@@ -118,15 +103,15 @@ async def test_a_revoked_key_is_refused_as_soon_as_the_watch_has_heard_of_it(
 
 
 async def test_a_bucket_that_is_gone_and_made_again_has_only_the_keys_of_the_new_one(
-    connection: nats.Connection,
+    jetstream: nats.Connection,
 ) -> None:
-    store = BucketKeys(Bucket(connection, next(_names)))
+    store = BucketKeys(Bucket(jetstream, next(_names)))
     await store.create()
     (_, old), (_, new) = made(), made()
     await store.add(old)
-    async with watched(store, connection) as (ring, changed):
+    async with watched(store, jetstream) as (ring, changed):
         assert list(ring) == [old]
-        await connection.jetstream(5.0).delete_stream(f"KV_{store.bucket.name}")
+        await jetstream.jetstream(5.0).delete_stream(f"KV_{store.bucket.name}")
         await store.create()
         await store.add(new)
         while list(ring) != [new]:
@@ -136,24 +121,24 @@ async def test_a_bucket_that_is_gone_and_made_again_has_only_the_keys_of_the_new
 
 @pytest.mark.parametrize("payload", [b"", b"{}", b"\xff", b"null", b"[" * 1_000, b'{"v":1,"id":"aaaaaaaaaa"}'])
 async def test_what_is_no_record_is_no_key_any_more_and_disturbs_no_other(
-    connection: nats.Connection, payload: bytes
+    jetstream: nats.Connection, payload: bytes
 ) -> None:
-    store = BucketKeys(Bucket(connection, next(_names)))
+    store = BucketKeys(Bucket(jetstream, next(_names)))
     await store.create()
     (_, one), (_, other) = made(), made()
     await store.add(one)
     await store.add(other)
-    async with watched(store, connection) as (ring, changed):
+    async with watched(store, jetstream) as (ring, changed):
         await store.bucket.put(one.id, payload)
         await changed.wait()
         assert list(ring) == [other]
     again = KeyRing()
-    await BucketKeyWatch(connection, store.bucket, again).open()
+    await BucketKeyWatch(jetstream, store.bucket, again).open()
     assert list(again) == [other]
 
 
-async def test_a_record_under_another_keys_name_is_no_key(connection: nats.Connection) -> None:
-    store = BucketKeys(Bucket(connection, next(_names)))
+async def test_a_record_under_another_keys_name_is_no_key(jetstream: nats.Connection) -> None:
+    store = BucketKeys(Bucket(jetstream, next(_names)))
     await store.create()
     _, record = made()
     await store.bucket.put("a" * 10, msgspec.json.encode(record))
@@ -186,12 +171,12 @@ async def test_a_file_of_keys_is_its_owners_alone(tmp_path: Path) -> None:
 
 
 async def test_a_put_that_is_heard_before_the_broker_has_stored_it_is_read_all_the_same(
-    connection: nats.Connection, monkeypatch: pytest.MonkeyPatch
+    jetstream: nats.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tokenbus.protocol.access.key_watch._INTERVAL_S", 3_600.0)
-    store = BucketKeys(Bucket(connection, next(_names)))
+    store = BucketKeys(Bucket(jetstream, next(_names)))
     await store.create()
-    async with watched(store, connection) as (ring, changed):
+    async with watched(store, jetstream) as (ring, changed):
         old, real, times = await store.bucket.state(), store.bucket.state, iter(range(2))
 
         async def before_it_is_stored() -> BucketState:

@@ -2,13 +2,10 @@
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Iterator
 from unittest.mock import ANY
 
 import pytest
 
-from tests.support.jetstream import jetstream_broker
-from tokenbus.cli.console import nats_server
 from tokenbus.protocol.bus import bucket as buckets
 from tokenbus.protocol.bus import connection as nats
 from tokenbus.protocol.bus.bucket import Bucket, BucketConflictError, BucketLimits, BucketMissingError
@@ -17,22 +14,9 @@ LIMITS = BucketLimits(max_bytes=16 * 1024 * 1024)
 _names = (f"bucket_{number}" for number in itertools.count())
 
 
-@pytest.fixture(scope="module")
-def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[nats_server.NatsServer]:
-    with jetstream_broker(tmp_path_factory.mktemp("jetstream")) as running:
-        yield running
-
-
 @pytest.fixture
-async def connection(broker: nats_server.NatsServer) -> AsyncIterator[nats.Connection]:
-    opened = await nats.connect(nats.BusSettings(url=broker.url), "test")
-    yield opened
-    await opened.close()
-
-
-@pytest.fixture
-async def bucket(connection: nats.Connection) -> Bucket:
-    made = Bucket(connection, next(_names))
+async def bucket(jetstream: nats.Connection) -> Bucket:
+    made = Bucket(jetstream, next(_names))
     await made.create(LIMITS)
     return made
 
@@ -73,12 +57,12 @@ async def test_changes_are_the_last_entries_of_all_keys_with_a_higher_revision_i
     assert (await bucket.changes(last - 1)).last_revision == last + 1
 
 
-async def test_a_bucket_that_is_not_there_or_full_says_so(connection: nats.Connection) -> None:
-    missing = Bucket(connection, next(_names))
+async def test_a_bucket_that_is_not_there_or_full_says_so(jetstream: nats.Connection) -> None:
+    missing = Bucket(jetstream, next(_names))
     for asked in (missing.state(), missing.get("a"), missing.put("a", b""), missing.changes()):
         with pytest.raises(BucketMissingError):
             await asked
-    full = Bucket(connection, next(_names))
+    full = Bucket(jetstream, next(_names))
     await full.create(BucketLimits(max_bytes=2_000))
     await full.put("a", bytes(1_000))
     with pytest.raises(buckets.BucketError, match="maximum bytes exceeded"):
@@ -87,9 +71,9 @@ async def test_a_bucket_that_is_not_there_or_full_says_so(connection: nats.Conne
 
 
 async def test_a_bucket_is_made_once_and_keeps_what_an_operator_has_set(
-    bucket: Bucket, connection: nats.Connection
+    bucket: Bucket, jetstream: nats.Connection
 ) -> None:
     before = await bucket.state()
-    await Bucket(connection, bucket.name).create(BucketLimits(max_bytes=1))
+    await Bucket(jetstream, bucket.name).create(BucketLimits(max_bytes=1))
     await bucket.put("a", bytes(100))
     assert (await bucket.state()).created == before.created

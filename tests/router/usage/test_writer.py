@@ -3,13 +3,10 @@
 import datetime
 import random
 import time
-from collections.abc import AsyncIterator, Iterator
 from itertools import count
 
 import pytest
 
-from tests.support.jetstream import jetstream_broker
-from tokenbus.cli.console import nats_server
 from tokenbus.protocol.access import usage, usage_store
 from tokenbus.protocol.access.usage import Counts, UsageKind, UsageQuery
 from tokenbus.protocol.access.usage_store import UsageStore
@@ -22,22 +19,9 @@ ONE = Counts(requests=1, prompt_tokens=3, completion_tokens=2)
 _names = (f"usage_{number}" for number in count())
 
 
-@pytest.fixture(scope="module")
-def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[nats_server.NatsServer]:
-    with jetstream_broker(tmp_path_factory.mktemp("jetstream")) as running:
-        yield running
-
-
 @pytest.fixture
-async def connection(broker: nats_server.NatsServer) -> AsyncIterator[nats.Connection]:
-    opened = await nats.connect(nats.BusSettings(url=broker.url), "test")
-    yield opened
-    await opened.close()
-
-
-@pytest.fixture
-def bucket(connection: nats.Connection) -> Bucket:
-    return Bucket(connection, next(_names))
+def bucket(jetstream: nats.Connection) -> Bucket:
+    return Bucket(jetstream, next(_names))
 
 
 def writer(bucket: Bucket, incarnation: str = "r1", num_days: int = 400, **options: float) -> UsageWriter:
@@ -72,20 +56,20 @@ async def test_what_was_counted_is_read_by_tenant_key_and_model_and_saved_once(b
 
 
 async def test_a_bucket_that_is_deleted_is_made_again_with_all_that_is_known(
-    bucket: Bucket, connection: nats.Connection
+    bucket: Bucket, jetstream: nats.Connection
 ) -> None:
     router = writer(bucket)
     router.count("acme", "k1", "chat", CHAT, ONE)
     router.count("acme", "k2", "chat", CHAT, ONE)
     await router.save()
-    await connection.jetstream(2.0).delete_stream(f"KV_{bucket.name}")
+    await jetstream.jetstream(2.0).delete_stream(f"KV_{bucket.name}")
     router.count("acme", "k1", "chat", CHAT, ONE)
     await router.save()
     assert router.unsaved_s() > 0
     await router.save()
     assert (await total(bucket)).requests == 3
 
-    await connection.jetstream(2.0).delete_stream(f"KV_{bucket.name}")
+    await jetstream.jetstream(2.0).delete_stream(f"KV_{bucket.name}")
     await UsageStore(bucket).create(400)  # by another router
     router.count("acme", "k1", "chat", CHAT, ONE)
     await router.save()
@@ -94,7 +78,7 @@ async def test_a_bucket_that_is_deleted_is_made_again_with_all_that_is_known(
 
 
 async def test_counts_that_do_not_fit_in_a_full_bucket_are_saved_once_there_is_room(
-    bucket: Bucket, connection: nats.Connection
+    bucket: Bucket, jetstream: nats.Connection
 ) -> None:
     await bucket.create(BucketLimits(max_bytes=2_000))
     await bucket.put("filling", bytes(1_900))
@@ -141,11 +125,11 @@ async def test_a_router_that_stops_in_the_middle_of_a_write_saves_all(bucket: Bu
 
 
 async def test_entries_are_kept_for_as_many_days_as_the_last_router_was_told(
-    bucket: Bucket, connection: nats.Connection
+    bucket: Bucket, jetstream: nats.Connection
 ) -> None:
     for num_days in (400, 30, 30):
         await writer(bucket, num_days=num_days).save()
-        config = (await connection.jetstream(2.0).stream_info(f"KV_{bucket.name}")).config
+        config = (await jetstream.jetstream(2.0).stream_info(f"KV_{bucket.name}")).config
         assert config.max_age == num_days * 86_400
 
 
