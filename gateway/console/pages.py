@@ -1,4 +1,4 @@
-"""Serves the console: its files, and the stream of events that its page reads.
+"""Serves the console: its files, who the viewer is, and the stream of events that its page reads.
 
 The page is not secret; what it shows is. With API keys the page sends the reader's key in a header and keeps it in its
 memory only. Without keys the fleet is shown to readers on this machine alone, and only under its loopback name: a page
@@ -9,21 +9,25 @@ import hashlib
 import importlib.resources
 import ipaddress
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from tokenbus.gateway.admission.callers import Caller
 from tokenbus.gateway.console.viewers import ConsoleViewers
 from tokenbus.gateway.http.http_errors import ApiError, ErrorResponse
 from tokenbus.gateway.http.response_writer import EVENT_STREAM
 from tokenbus.gateway.serving.endpoint import Services
+from tokenbus.protocol.access.keys import Role
 
 FILES = {
     "": ("index.html", "text/html; charset=utf-8"),
     "console.css": ("console.css", "text/css; charset=utf-8"),
-    "console.js": ("console.js", "text/javascript; charset=utf-8"),
     "icon.svg": ("icon.svg", "image/svg+xml"),
-    "picture.js": ("picture.js", "text/javascript; charset=utf-8"),
+} | {
+    f"{name}.js": (f"{name}.js", "text/javascript; charset=utf-8")
+    for name in ("console", "dom", "fleet", "live", "picture", "session")
 }
 """The files of the page, by their paths below `/console/`."""
 _HEADERS = {
@@ -35,6 +39,7 @@ _HEADERS = {
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
 }
+_PRIVATE = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
 _LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 _NOT_LOCAL = ErrorResponse(
     403,
@@ -42,6 +47,19 @@ _NOT_LOCAL = ErrorResponse(
     "without API keys the console shows the fleet only on this machine, under localhost: give the gateway keys "
     "(TOKENBUS_API_KEYS), or reach it through a tunnel to its port",
 )
+
+
+class Viewer(msgspec.Struct, frozen=True, kw_only=True):
+    """Who looks at the page, and which parts of it they may use."""
+
+    tenant: str
+    role: Role
+    key_id: str
+    """Empty for a viewer without a key of the fleet."""
+    name: str
+    """The name of the key."""
+    can: tuple[str, ...]
+    """The parts that they may use, by their names in the page's address."""
 
 
 class ConsolePages:
@@ -58,6 +76,7 @@ class ConsolePages:
         return [
             Route("/console", self.redirect),
             Route("/console/stream", self.stream),
+            Route("/console/me", self.me),
             Route("/console/{file}", self.file),
             Route("/console/", self.file),
         ]
@@ -77,12 +96,23 @@ class ConsolePages:
             return Response(status_code=304, headers=headers)
         return Response(content, media_type=FILES[name][1], headers=headers)
 
+    async def me(self, request: Request) -> Response:
+        """Serves `GET /console/me`: who the viewer is. Raises ApiError for those who may see nothing."""
+        caller = await self._identify(request)
+        ring = self._services.tenants.callers.ring
+        record = ring.get(caller.key_id) if ring is not None else None
+        viewer = Viewer(
+            tenant=caller.tenant,
+            role=caller.role,
+            key_id=caller.key_id,
+            name=record.name if record is not None else "",
+            can=_parts(caller),
+        )
+        return Response(msgspec.json.encode(viewer), media_type="application/json", headers=_PRIVATE)
+
     async def stream(self, request: Request) -> Response:
         """Serves `GET /console/stream`: the events of the fleet. Raises ApiError for those who may not see them."""
-        callers = self._services.tenants.callers
-        if callers.allows_anonymous:
-            _check_local(request)
-        await callers.identify(request.headers)
+        await self._identify(request)
         self._viewers.check_room()
 
         async def is_over() -> bool:
@@ -92,6 +122,13 @@ class ConsolePages:
         headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
         return StreamingResponse(events, media_type=EVENT_STREAM, headers=headers)
 
+    async def _identify(self, request: Request) -> Caller:
+        """Returns who looks. Raises ApiError for those who may see nothing."""
+        callers = self._services.tenants.callers
+        if callers.allows_anonymous:
+            _check_local(request)
+        return await callers.identify(request.headers)
+
     async def _may_still_look(self, request: Request) -> bool:
         """Whether the reader's key is still valid."""
         try:
@@ -99,6 +136,11 @@ class ConsolePages:
         except ApiError:
             return False
         return True
+
+
+def _parts(caller: Caller) -> tuple[str, ...]:
+    """Returns the parts of the page that a caller may use."""
+    return ("fleet",)
 
 
 def _check_local(request: Request) -> None:

@@ -60,7 +60,8 @@ def test_the_page_has_no_inline_script_or_style_and_nothing_from_elsewhere(slow_
     assert "style=" not in page
     assert "://" not in page
     assert page.count("<script") == page.count('<script type="module" src="console.js"></script>') == 1
-    script = httpx.get(f"{_base(slow_gateway)}/console/console.js").text
+    scripts = [name for name in FILES if name.endswith(".js")]
+    script = "".join(httpx.get(f"{_base(slow_gateway)}/console/{name}").text for name in scripts)
     assert not [word for word in ("innerHTML", "outerHTML", "insertAdjacentHTML", "eval(") if word in script]
 
 
@@ -97,3 +98,7 @@ async def test_with_keys_the_fleet_is_shown_for_a_key_under_any_name(slow_url: s
         async with _stream(gateway, "Authorization: Bearer sesame", host="fleet.example") as stream:
             assert "200" in await stream.line("HTTP/1.1")
             assert (await _event(stream))["problem"] in ("", "no router answers")
+        assert httpx.get(f"{_base(gateway)}/console/me").status_code == 401
+        me = httpx.get(f"{_base(gateway)}/console/me", headers={"authorization": "Bearer sesame"}).json()
+        assert (me["tenant"], me["role"], me["key_id"]) == ("acme", "user", "")
+        assert "fleet" in me["can"]
