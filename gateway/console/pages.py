@@ -27,7 +27,7 @@ FILES = {
     "icon.svg": ("icon.svg", "image/svg+xml"),
 } | {
     f"{name}.js": (f"{name}.js", "text/javascript; charset=utf-8")
-    for name in ("console", "dom", "fleet", "live", "picture", "session")
+    for name in ("chat", "console", "dom", "fleet", "live", "picture", "session")
 }
 """The files of the page, by their paths below `/console/`."""
 _HEADERS = {
@@ -140,7 +140,7 @@ class ConsolePages:
 
 def _parts(caller: Caller) -> tuple[str, ...]:
     """Returns the parts of the page that a caller may use."""
-    return ("fleet",)
+    return ("fleet",) if caller.role is Role.VIEWER else ("fleet", "chat")
 
 
 def _check_local(request: Request) -> None:

@@ -27,7 +27,7 @@ _HOSTILE = "<img src=x onerror=alert(1)>"
 
 
 @contextlib.asynccontextmanager
-async def _browser():  # type: ignore[no-untyped-def]
+async def browser():  # type: ignore[no-untyped-def]
     from playwright.async_api import async_playwright
 
     found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -41,8 +41,8 @@ async def _browser():  # type: ignore[no-untyped-def]
 async def _console(system: System, folder: Path, **context: object) -> AsyncIterator:  # type: ignore[type-arg]
     """The page of a gateway of the system; at its end it must have written nothing to the browser's console."""
     with running_gateway(system.url, folder) as gateway:
-        async with _browser() as browser:
-            page = await browser.new_page(**({"viewport": _DESK} | context))
+        async with browser() as one:
+            page = await one.new_page(**({"viewport": _DESK} | context))
             said: list[str] = []
             page.on("console", lambda message: said.append(message.text))
             page.on("pageerror", lambda error: said.append(str(error)))

@@ -94,10 +94,7 @@ $("login").addEventListener("submit", (event) => {
   $("key").value = "";
   start(key);
 });
-$("leave").addEventListener("click", () => {
-  forget();
-  login("");
-});
+$("leave").addEventListener("click", () => location.reload()); // no part of the page remembers anything then
 $("theme").addEventListener("click", () => {
   const isDark = matchMedia("(prefers-color-scheme: dark)").matches;
   const theme = document.documentElement.dataset.theme || (isDark ? "dark" : "light");

@@ -1,7 +1,7 @@
 // Follows the gateway's events and keeps the picture of the fleet that they make, for all parts of the page.
 
 import {Picture} from "./picture.js";
-import {CallError, call} from "./session.js";
+import {CallError, call, eventsOf} from "./session.js";
 
 const SILENT_MS = 5000;
 const RETRY_MS = [500, 1000, 2000, 4000];
@@ -29,7 +29,7 @@ export async function follow(show) {
       const response = await call("stream", {signal: mine.signal});
       picture = new Picture();
       failures = 0;
-      await read(response.body.getReader());
+      for await (const event of eventsOf(response)) take(event);
       throw new Error("the gateway has ended the connection");
     } catch (error) {
       if (mine.signal.aborted || (error instanceof CallError && error.status === 401)) return;
@@ -43,19 +43,6 @@ export function unfollow() {
   stop.abort();
   lastEventAt = 0;
   picture = new Picture();
-}
-
-async function read(reader) {
-  const decoder = new TextDecoder();
-  let rest = "";
-  for (;;) {
-    const {value, done} = await reader.read();
-    if (done) return;
-    rest += decoder.decode(value, {stream: true});
-    const parts = rest.split("\n\n");
-    rest = parts.pop();
-    for (const part of parts) take(part);
-  }
 }
 
 function take(text) {

@@ -6,12 +6,12 @@ let whenRefused = () => {};
 /** The viewer, as `GET /console/me` tells: {tenant, role, key_id, name, can}; null before that. */
 export let me = null;
 
-/** An answer with an error: `status` and `code` as the gateway gave them, and `message` for the viewer. */
+/** An answer with an error: `status`, `code` and `param` as the gateway gave them, `message` for the viewer, and whether
+ * and in how many ms the same call may succeed (0: not known). */
 export class CallError extends Error {
-  constructor(status, code, message) {
+  constructor(status, code, message, {param = null, mayRetry = false, retryMs = 0} = {}) {
     super(message);
-    this.status = status;
-    this.code = code;
+    Object.assign(this, {status, code, param, mayRetry, retryMs});
   }
 }
 
@@ -55,10 +55,27 @@ export async function ask(path, options) {
   return (await call(path, options)).json();
 }
 
+/** Yields the events of an event stream, and its comments, as their lines of text. */
+export async function* eventsOf(response) {
+  const reader = response.body.getReader();
+  const decoder = new TextDecoder();
+  let rest = "";
+  for (;;) {
+    const {value, done} = await reader.read();
+    if (done) return;
+    rest += decoder.decode(value, {stream: true});
+    const events = rest.split("\n\n");
+    rest = events.pop();
+    yield* events;
+  }
+}
+
 async function problemOf(response) {
+  const mayRetry = response.headers.get("x-should-retry") === "true";
+  const retryMs = Number(response.headers.get("retry-after-ms"));
   try {
     const {error} = await response.json();
-    return new CallError(response.status, error.code || "", error.message);
+    return new CallError(response.status, error.code || "", error.message, {param: error.param, mayRetry, retryMs});
   } catch {
     return new CallError(response.status, "", `the gateway answered with status ${response.status}`);
   }
