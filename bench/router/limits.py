@@ -49,7 +49,7 @@ def _share_out(quota: Quota, limits: Limits) -> None:
     """Gives what leases would have given."""
     for share in limits.windows.values():
         share.roll(quota.now)
-        share.share_out(1)
+        share.share_out(1, quota.now)
         share.asked_at = 0.0
 
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from tokenbus.client.wire.wire_client import WireClient
 from tokenbus.protocol import tasks
-from tokenbus.protocol.wire import codec, errors, messages
+from tokenbus.protocol.wire import codec, errors, messages, rate_limits
 
 ReplyT = TypeVar("ReplyT")
 INPUTS_AT_ONCE = 32
@@ -69,11 +69,13 @@ def numbers_of(row: list[float] | str) -> list[float]:
 def _joined(request_id: str, replies: list[messages.EmbedReply]) -> messages.EmbedReply:
     usages = [reply.usage for reply in replies if reply.usage]
     tokens = sum(usage.prompt_tokens for usage in usages)
+    told = rate_limits.least([reply.rate_limits for reply in replies if reply.rate_limits])
     return messages.EmbedReply(
         id=request_id,
         model=replies[0].model,
         embeddings=[row for reply in replies for row in reply.embeddings or []],
         usage=messages.Usage(prompt_tokens=tokens, completion_tokens=0, total_tokens=tokens, cached_tokens=0),
+        rate_limits=codec.unset_if_none(told),
     )
 
 

@@ -27,7 +27,7 @@ from tokenbus.gateway.serving.dialect import (
 from tokenbus.gateway.serving.request_log import RequestLog
 from tokenbus.gateway.storage.records import TenantRecords
 from tokenbus.protocol import tasks
-from tokenbus.protocol.wire import block_hash, errors
+from tokenbus.protocol.wire import block_hash, errors, messages, rate_limits
 from tokenbus.protocol.wire.messages import GenerateRequest
 
 STATUS_HOLD_S = 10.0
@@ -126,7 +126,15 @@ async def call(parsed: ParsedCall[Any, Any], exchange: HttpExchange) -> None:
     with exchange.limit.track(open_call):
         reply = await open_call.run(parsed.send(exchange.client, exchange.served_as, parsed.request))
     exchange.log.usage = parsed.usage_of(reply)
+    exchange.writer.rate_limits = _limits_told(reply)
     await exchange.writer.send_json(200, parsed.encode(reply))
+
+
+def _limits_told(reply: object) -> messages.RateLimits | None:
+    """Returns what a client has left of its limits after a reply, or after several."""
+    replies = reply if isinstance(reply, list) else [reply]
+    pooled = [one for one in replies if isinstance(one, messages.EmbedReply | messages.RerankReply)]
+    return rate_limits.least([one.rate_limits for one in pooled if one.rate_limits])
 
 
 async def send_whole(

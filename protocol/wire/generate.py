@@ -8,6 +8,7 @@ from msgspec import UNSET, UnsetType
 from tokenbus.protocol.wire import errors
 from tokenbus.protocol.wire.codec import Message
 from tokenbus.protocol.wire.params import TIMEOUT_MS, CacheControl, GenerationParams
+from tokenbus.protocol.wire.rate_limits import RateLimits
 
 
 class ContentPart(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -100,6 +101,8 @@ class CacheReply(Message, frozen=True, kw_only=True):
     """The request's id."""
     model: str | UnsetType = UNSET
     """The model whose workers were told."""
+    rate_limits: RateLimits | UnsetType = UNSET
+    """The limits of the client and how much of them is left, if its key or its tenant has any."""
     error: errors.Error | UnsetType = UNSET
     """Why they were not told."""
 

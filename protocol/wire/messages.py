@@ -382,6 +382,8 @@ class EmbedReply(Message, frozen=True, kw_only=True):
     """One vector for each input, in their order."""
     usage: Usage | UnsetType = UNSET
     """Tokens of all inputs."""
+    rate_limits: RateLimits | UnsetType = UNSET
+    """The limits of the client and how much of them is left, if its key or its tenant has any."""
     error: errors.Error | UnsetType = UNSET
     """Why there are no embeddings."""
 
@@ -421,5 +423,7 @@ class RerankReply(Message, frozen=True, kw_only=True):
     """The most relevant document first; of equal scores, the earlier document."""
     usage: Usage | UnsetType = UNSET
     """Tokens of all documents, each with the query."""
+    rate_limits: RateLimits | UnsetType = UNSET
+    """The limits of the client and how much of them is left, if its key or its tenant has any."""
     error: errors.Error | UnsetType = UNSET
     """Why there are no results."""

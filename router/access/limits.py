@@ -153,7 +153,7 @@ class Limits:
         num_tokens = num_prompt + self._expected_answer(address, most)
         for account, share in client.windows:
             share.charge(1.0 if account.unit == REQUESTS else num_tokens)
-            if share.needs_lease:
+            if share.needs_lease or share.is_stale(now):
                 self._want(account, share, now)
         self._open(client, now)
         return Ticket(client, num_tokens)
@@ -183,11 +183,13 @@ class Limits:
             self._learn((address.key_id or address.tenant, address.model), completion)
 
     def report(self, address: subjects.ModelAddress, now: float) -> messages.RateLimits | None:
-        """Returns what key and tenant have left, for the client; None if they have no limits. `admit` has been asked
-        before, at the same time."""
+        """Returns what key and tenant have left, for the client; None if they have no limits per minute or day."""
         client = self._client_of(address)
+        if not client.windows:
+            return None
         least: dict[bool, tuple[int, WindowShare]] = {}
         for account, share in client.windows:
+            share.roll(now)
             is_requests, remaining = account.unit == REQUESTS, share.remaining
             if is_requests not in least or remaining < least[is_requests][0]:
                 least[is_requests] = remaining, share

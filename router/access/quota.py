@@ -26,7 +26,14 @@ import structlog
 from nats.aio.msg import Msg
 
 from tokenbus.protocol import tasks
-from tokenbus.protocol.bus.bucket import BucketConflictError, BucketError, BucketLimits, BucketState, Entry
+from tokenbus.protocol.bus.bucket import (
+    BucketConflictError,
+    BucketError,
+    BucketLimits,
+    BucketMissingError,
+    BucketState,
+    Entry,
+)
 from tokenbus.protocol.bus.bus import Bus, OutboundBufferLimitError
 from tokenbus.protocol.wire import errors, messages, subjects
 from tokenbus.router.access.limits import FREE, Account, Limits, Throttled, Ticket
@@ -107,6 +114,8 @@ class Quota:
         self._resumed_in = -1
         """The window in which this process ran again after a pause: routers that take shares did not count it."""
         self._created = ""
+        self._others_lease = False
+        """Whether other routers may have leased what this one does not know of."""
         self._leases_from, self._shares_from = _NEVER, 0
         self._probed_at = -_PROBE_S
         self._leasing: asyncio.Task[None] | None = None
@@ -192,6 +201,10 @@ class Quota:
         """Corrects a charge when its request has ended, or leaves it as it is for the next guardian (None)."""
         self._limits.close(ticket, address, num_tokens, completion)
 
+    def report(self, address: subjects.ModelAddress) -> messages.RateLimits | None:
+        """Returns what a client has left of its limits, for an answer; None if it has none."""
+        return self._limits.report(address, self.now) if self._limits.has_any(address) else None
+
     def _refusal(self, throttled: Throttled, address: subjects.ModelAddress, now: float) -> errors.RequestError:
         wait_ms = round(throttled.retry_after_s * 1e3, 1)
         error = errors.make_error(errors.Code.OVERLOADED, throttled.reason, retry_after_ms=wait_ms)
@@ -226,10 +239,16 @@ class Quota:
             self._quiet_until = time.monotonic() + _HEARD_S / 2
             await self._bus.subscribe(self._names.all_routers, self._on_router)
         self._ticked_at = time.monotonic()
+        was_leasing = self.is_leasing
         self._beat()
         if self._bucket is not None and time.monotonic() - self._probed_at >= _PROBE_S:
             await self._probe(self._bucket)
         self._metrics.quota_leasing.set(self.is_leasing)
+        self._others_lease |= self.is_leasing
+        if self.is_leasing != was_leasing:
+            self._beat()  # the others leave shares to routers that do not lease
+        for share in self._limits.windows.values():
+            share.tick(self.num_routers, self.now)
         for account in self._limits.due(self.now):
             self._limits.wanted[account] = None
         if self._limits.wanted:
@@ -264,6 +283,8 @@ class Quota:
             if entry is not None:
                 self._offset_s = _unix(entry.written_at) - (began_at + time.monotonic()) / 2
         except BucketError as error:
+            if not self._created:
+                self._others_lease = not isinstance(error, BucketMissingError)  # the broker may have no JetStream
             self._failed(error)
             return
         if state.created != self._created:
@@ -360,7 +381,11 @@ class Quota:
             slots.take(held, self.now)
         elif (share := self._limits.windows.get(account)) is not None:
             share.roll(self.now)
-            leased = share.lease(_decoded(_records, value), self._name, self.num_routers, self._num_sharing)
+            record = _decoded(_records, value)
+            share.observe(record, self.now)
+            if not share.needs_lease:
+                return True  # it was only read
+            leased = share.lease(record, self._name, self.num_routers, self._num_sharing)
             if leased is None:
                 return False
             if leased.is_new:
@@ -381,7 +406,7 @@ class Quota:
         if share is not None:
             share.roll(self.now)
             if self._window >= self._shares_from:
-                share.share_out(self.num_routers)
+                share.share_out(self.num_routers, self.now, is_outage=self._others_lease)
             else:
                 share.is_full = True
         elif (slots := self._limits.slots.get(account)) is not None:

@@ -27,6 +27,7 @@ _PARTS = 4
 _DAY_PARTS = 256
 """A lease is at most this part of a day's limit: a router that is killed has spent it in vain."""
 _MAX_LEASES = 64
+_RESERVED_S = 1.0
 
 
 class WindowLease(msgspec.Struct, frozen=True, array_like=True):
@@ -65,12 +66,15 @@ class WindowShare:
         "capacity",
         "ends_at",
         "granted",
+        "grown_at",
+        "growth_per_s",
         "is_full",
         "is_shared_out",
         "leased",
         "limit",
         "mean_charge",
         "number",
+        "read_at",
         "seconds",
         "spent",
         "taken",
@@ -89,10 +93,15 @@ class WindowShare:
         self.spent = 0.0
         self.taken = 0.0
         """The amount that all routers have taken of this window, as far as this one knows."""
+        self.read_at = 0.0
+        """When this router has last seen the record."""
         self.is_full = False
         """Whether nothing more can be taken of this window."""
         self.is_shared_out = False
         """Whether this router has its even share of this window, because there is no record."""
+        self.growth_per_s = 0.0
+        """The amount that is added to such a share of a day while the record can't be reached."""
+        self.grown_at = 0.0
         self.mean_charge = 1.0
         self.number = 0
         self.asked_at: float | None = None
@@ -114,6 +123,22 @@ class WindowShare:
     def needs_lease(self) -> bool:
         """Whether a lease should be asked for, so that it is there before it is needed."""
         return not self.is_full and not self.is_shared_out and self.rest <= self.granted / 2
+
+    @property
+    def is_reserved(self) -> bool:
+        """Whether the rest of this window is left to routers that take even shares."""
+        return self.is_full and not self.is_shared_out and self.taken < self.capacity
+
+    def is_stale(self, now: float) -> bool:
+        """Whether the record should be read again, to tell clients what other routers have left: those of a day can be
+        leased hours apart."""
+        return self.seconds == DAY_S and not self.is_shared_out and not 0.0 <= now - self.read_at < WINDOW_S
+
+    def observe(self, record: Record | None, now: float) -> None:
+        """Notes what all routers have taken."""
+        self.read_at = now
+        if record is not None and record.window == self.window:
+            self.taken = max(self.taken, record.taken)
 
     def roll(self, now: float) -> None:
         """Begins another window if it is time. A rest is lost; what was spent beyond it is not forgiven, and neither is
@@ -137,15 +162,38 @@ class WindowShare:
 
     def wait_s(self, now: float) -> float:
         """Returns the time until there may be a rest again, if this window is full."""
+        if self.is_reserved:
+            return min(self.ends_at - now, _RESERVED_S)
+        if self.is_shared_out and self.growth_per_s:
+            return min(self.ends_at - now, max(1.0, (self.spent - self.granted) / self.growth_per_s))
         unit = self.granted if self.is_shared_out else self.capacity
         excess = max(0.0, self.taken - self.capacity) + max(0.0, self.spent - self.granted)
         return max(0.001, (self.window + 1 + math.floor(excess / unit)) * self.seconds - now)
 
-    def share_out(self, num_routers: int) -> None:
-        """Takes this router's even share of the window, where routers have no record."""
-        if not self.is_shared_out:
-            self.granted += max(0.0, self.capacity - self.taken) / max(1, num_routers)
-            self.is_shared_out = self.is_full = True
+    def share_out(self, num_routers: int, now: float, *, is_outage: bool = False) -> None:
+        """Takes this router's even share of the window, where routers have no record.
+
+        If there is one that can't be reached (`is_outage`), others may have taken more of a day than this router knows:
+        its share is then a lease's, and grows with `tick` by as much of the day as passes."""
+        if self.is_shared_out:
+            return
+        share = max(0.0, self.capacity - self.taken) / max(1, num_routers)
+        self.growth_per_s = 0.0
+        if is_outage and self.seconds == DAY_S:
+            self.growth_per_s, self.grown_at = self.capacity / DAY_S / max(1, num_routers), now
+            share = min(share, self.capacity / _DAY_PARTS / max(1, num_routers))
+        self.granted += share
+        self.is_shared_out = self.is_full = True
+
+    def tick(self, num_routers: int, now: float) -> None:
+        """Lets a window be leased again that was only full because of routers that take even shares: they may lease by
+        now. Adds the time that has passed to a share that grows, up to the even share of what is known to be left."""
+        if self.is_reserved:
+            self.is_full = False
+        if self.is_shared_out and self.growth_per_s:
+            most = self.leased + max(0.0, self.capacity - self.taken) / max(1, num_routers)
+            grown = self.granted + self.growth_per_s * (now - self.grown_at)
+            self.granted, self.grown_at = max(self.granted, min(most, grown)), now
 
     def end_shares(self, shortest_s: float) -> None:
         """Leases again within a window that is longer than `shortest_s`: what was spent of a share is then reported
@@ -204,10 +252,10 @@ class WindowShare:
     @property
     def remaining(self) -> int:
         """The amount left of this window, as far as this router knows."""
-        left = max(0.0, self.granted - self.spent)
+        left = self.granted - self.spent
         if not self.is_shared_out:
             left += max(0.0, self.capacity - self.taken)
-        return int(min(left, self.capacity))
+        return int(max(0.0, min(left, self.capacity)))
 
     def reset_s(self, now: float) -> float:
         """Returns the time until more becomes available."""

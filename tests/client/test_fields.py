@@ -49,8 +49,8 @@ HIDDEN_REPLIES: Mapping[type, set[str]] = {
     messages.Chunk: {
         *("attempt", "offset", "text_offset", "prompt_offset", "reasoning_offset", "rate_limits", "error"),
     },
-    messages.EmbedReply: {"id", "error"},
-    messages.RerankReply: {"id", "error"},
+    messages.EmbedReply: {"id", "rate_limits", "error"},
+    messages.RerankReply: {"id", "rate_limits", "error"},
     messages.TokenizeReply: {"id", "error", "continues"},
     messages.ServedModel: {"model", "workers", "summary", "engines", "engine_bytes", "since_ms"},
 }

@@ -2,8 +2,10 @@
 
 import asyncio
 import functools
+import json
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+import urllib.request
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +14,11 @@ import openai
 import pytest
 
 from tests.gateway.admission.test_callers import made
-from tests.support.system import Gateway, running_gateway, up_with_output
+from tests.support.system import Gateway, running_gateway, running_worker, up_with_output
 from tokenbus.protocol.access import key_changes, keys
 from tokenbus.protocol.access.key_source import BUCKET, KeySettings
 from tokenbus.protocol.access.key_stores import BucketKeys
-from tokenbus.protocol.access.keys import Role
+from tokenbus.protocol.access.keys import KeyLimits, Role
 from tokenbus.protocol.bus import connection as nats
 from tokenbus.protocol.wire import subjects
 
@@ -212,3 +214,47 @@ async def test_a_key_sees_its_own_usage_as_its_answers_have_told_it(said: dict[s
             return any(one.items() >= expected.items() for one in report["data"])
 
         await until(is_counted, 20.0)
+
+
+async def test_headers_tell_what_each_answer_has_left_of_a_limit_and_a_refusal_when_to_come_again(
+    said: dict[str, Any], store: BucketKeys
+) -> None:
+    text, record = made(tenant="hooli", limits=KeyLimits(tokens_per_day=40, requests_per_minute=6_000))
+    await store.add(record)
+    await until(lambda: is_known(said["http"], text))
+    with running_worker(said["nats"], "--model", "demo", "--threads", "1"):
+        async with client_of(said["http"], text) as client:
+
+            async def is_served() -> bool:
+                return "demo" in await models_of(said["http"], text)
+
+            await until(is_served, 60.0)
+            embedded = await client.embeddings.with_raw_response.create(model="demo", input="the fox")
+            left = 40 - embedded.parse().usage.total_tokens
+            assert told(embedded.headers, "tokens") == (40, left)
+            assert told(embedded.headers, "requests")[0] == 6_000
+            theirs = await asyncio.to_thread(embedded_by_ollama, said["http"], text)
+            left -= json.load(theirs)["prompt_eval_count"]
+            assert told(theirs.headers, "tokens") == (40, left)
+
+            async def use_up() -> None:
+                while True:
+                    await client.embeddings.create(model="demo", input="the fox and the owl")
+
+            with pytest.raises(openai.RateLimitError) as refused:
+                await use_up()
+            headers = refused.value.response.headers
+            assert told(headers, "tokens") == (40, 0)
+            assert 0 < int(headers["retry-after"]) <= 86_400
+            assert headers["x-should-retry"] == "true"
+
+
+def embedded_by_ollama(url: str, key: str) -> Any:
+    body = json.dumps({"model": "demo", "input": ["the fox"]}).encode()
+    asked = urllib.request.Request(f"{url.removesuffix('/v1')}/api/embed", body, {"Authorization": f"Bearer {key}"})
+    return urllib.request.urlopen(asked, timeout=60)
+
+
+def told(headers: Mapping[str, str], unit: str) -> tuple[int, int]:
+    """Returns a limit and what is left of it."""
+    return int(headers[f"x-ratelimit-limit-{unit}"]), int(headers[f"x-ratelimit-remaining-{unit}"])

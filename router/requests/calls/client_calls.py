@@ -37,6 +37,8 @@ Body = (
     | messages.CacheRequest
 )
 PooledReply = messages.EmbedReply | messages.RerankReply
+CountedReply = PooledReply | messages.CacheReply
+"""Replies of kinds that count as requests, which tell what is left of limits."""
 Reply = (
     messages.EmbedReply | messages.RerankReply | messages.TokenizeReply | messages.DetokenizeReply | messages.CacheReply
 )
@@ -198,23 +200,26 @@ class ClientCalls:
             self._finish(kind, call, kind.replies(id=call.request_id, error=errors.make_error(call.ended_by)))
 
     def _finish(self, kind: CallKind[Any, Any], call: Call[Any, Any], reply: Reply) -> None:
+        usage = reply.usage if isinstance(reply, PooledReply) and not reply.error else None
+        if call.ticket is not None:
+            self._quota.close(call.ticket, call.address, usage.prompt_tokens if usage else 0)
+        if isinstance(reply, CountedReply):
+            told = self._quota.report(call.address)
+            reply = codec.replace(reply, rate_limits=codec.unset_if_none(told))
         reply = self._send(kind, call.reply, call.encoding, reply)
         code = reply.error.code if reply.error else None
         if code is not None:
             call.span.set_error(str(code))
         call.span.end()
         kind.count(code or "ok")
-        usage = reply.usage if isinstance(reply, PooledReply) and code is None else None
-        if call.ticket is not None:
-            self._quota.close(call.ticket, call.address, usage.prompt_tokens if usage else 0)
-        self._ends.tell_call(kind.operation, call.address, call.request_id, code, usage)
+        self._ends.tell_call(kind.operation, call.address, call.request_id, code, usage if code is None else None)
         self._log.info(
             "call_finished",
             request_id=call.request_id,
             op=kind.operation,
             model=call.address.model,
             code=code,
-            prompt_tokens=usage.prompt_tokens if usage else None,
+            prompt_tokens=usage.prompt_tokens if usage and code is None else None,
             total_ms=round((time.monotonic() - call.received_at) * 1e3, 1),
         )
 

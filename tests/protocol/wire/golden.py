@@ -323,6 +323,10 @@ PUBLIC: list[tuple[str, messages.Message]] = [
         ),
     ),
     ("floats", messages.EmbedReply(id="e-1", model="m", embeddings=[[0.5, -1.0]], usage=USAGE)),
+    (
+        "limits",
+        messages.EmbedReply(id="e-1", model="m", embeddings=[[0.5, -1.0]], usage=USAGE, rate_limits=RATE_LIMITS),
+    ),
     ("base64", messages.EmbedReply(id="e-1", model="m", embeddings=["AAAAPw=="], usage=USAGE)),
     ("an error", messages.EmbedReply(id="e-1", error=ERROR)),
     (
@@ -330,6 +334,7 @@ PUBLIC: list[tuple[str, messages.Message]] = [
         messages.CacheRequest(id="h-1", session_id="s", cache_control=messages.CacheControl(ttl_ms=0.0)),
     ),
     ("told", messages.CacheReply(id="h-1", model="m")),
+    ("limits", messages.CacheReply(id="h-1", model="m", rate_limits=RATE_LIMITS)),
     ("an error", messages.CacheReply(id="h-1", error=ERROR)),
     ("a text", messages.TokenizeRequest(prompt="Hello")),
     ("the tokenizer", messages.TokenizeRequest(prompt="", return_tokenizer=True)),
@@ -388,6 +393,7 @@ PUBLIC: list[tuple[str, messages.Message]] = [
             usage=USAGE,
         ),
     ),
+    ("limits", messages.RerankReply(id="k-1", model="m", results=[], usage=USAGE, rate_limits=RATE_LIMITS)),
     ("an error", messages.RerankReply(id="k-1", error=ERROR)),
     ("what must be there", CARD),
     ("everything", FULL_CARD),

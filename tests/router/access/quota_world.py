@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from nats.aio.msg import Msg
 
 from tests.sim.world import Process, World
+from tokenbus.protocol.access.keys import KeyLimits
 from tokenbus.protocol.bus.bucket import BucketConflictError, BucketError, BucketLimits, BucketState, Entry
 from tokenbus.protocol.wire import errors, subjects
 from tokenbus.router.access.limits import Limits, TenantLimits, Ticket
@@ -18,6 +19,7 @@ from tokenbus.router.telemetry.metrics import RouterMetrics
 
 NAMES = subjects.Subjects()
 ADDRESS = subjects.ModelAddress("demo", "acme")
+KEY_ID = "abcdefghij"
 _BEGAN = 1_790_000_000.0
 
 
@@ -124,7 +126,9 @@ class RouterOfWorld:
         self.process = made.world.process(name)
         rng = random.Random(made.rng.random())
         wire = Wire(made.broker, self.process, rng)
-        self.limits = Limits(made.tenant_limits, made.overrides, None)
+        key_limits = made.key_limits
+        self.limits = Limits(made.tenant_limits, made.overrides, None if key_limits is None else lambda _: key_limits)
+        self.num_open = 0
         self.metrics = RouterMetrics()
         self.quota = Quota(self.limits, wire, NAMES, name, wire, self.metrics, rng)  # type: ignore[arg-type]
         self.process.do(self.quota.open())
@@ -135,7 +139,7 @@ class RouterOfWorld:
         self.process.call(lambda: self.process.spawn(self._ask(num_prompt, tenant)) and None)
 
     async def _ask(self, num_prompt: int, tenant: str) -> None:
-        address = ADDRESS._replace(tenant=tenant)
+        address = ADDRESS._replace(tenant=tenant, key_id="" if self.made.key_limits is None else KEY_ID)
         try:
             ticket, _ = await self.quota.admitted(address, num_prompt, 0)
         except errors.RequestError as refused:
@@ -148,7 +152,7 @@ class RouterOfWorld:
         self.made.let_through[tenant].append(self.made.world.now)
         await asyncio.sleep(self.made.rng.expovariate(1.0))
         self.quota.close(ticket, address, ticket.num_tokens)
-        self.made.num_open -= 1
+        self.num_open -= 1
 
 
 class QuotaWorld:
@@ -160,14 +164,17 @@ class QuotaWorld:
         num_routers: int,
         tenant_limits: TenantLimits,
         overrides: Mapping[str, TenantLimits] | None = None,
+        key_limits: KeyLimits | None = None,
     ) -> None:
+        """`key_limits` are those of a key that all requests have, if they have one."""
+        self.key_limits = key_limits
         self.overrides = overrides or {}
         self.let_through: dict[str, list[float]] = defaultdict(list)
         """The times at which requests of each tenant were let through."""
         self.world, self.rng, self.tenant_limits = world, world.rng, tenant_limits
         self.broker = Broker(world)
         self.routers: list[RouterOfWorld] = []
-        self.num_refused = self.num_open = self.most_open = 0
+        self.num_refused = self.most_open = 0
         self.requests: dict[int, int] = defaultdict(int)
         self.tokens: dict[int, int] = defaultdict(int)
         self.seen: dict[int, set[str]] = defaultdict(set)
@@ -175,6 +182,11 @@ class QuotaWorld:
         self._numbers = 0
         for _ in range(num_routers):
             self.add()
+
+    @property
+    def num_open(self) -> int:
+        """The open requests of all routers that live."""
+        return sum(router.num_open for router in self.routers)
 
     def add(self) -> RouterOfWorld:
         self._numbers += 1
@@ -191,7 +203,7 @@ class QuotaWorld:
         self.requests[window] += 1
         self.tokens[window] += ticket.num_tokens
         self.seen[window].add(router.name)
-        self.num_open += 1
+        router.num_open += 1
         self.most_open = max(self.most_open, self.num_open)
 
     def load(self, per_s: float, seconds: float, num_prompt: Callable[[], int]) -> None:

@@ -7,10 +7,11 @@ import random
 import msgspec
 import pytest
 
-from tests.router.access.quota_world import QuotaWorld
+from tests.router.access.quota_world import ADDRESS, KEY_ID, QuotaWorld
 from tests.sim.world import world
+from tokenbus.protocol.access.keys import KeyLimits
 from tokenbus.router.access.limits import Account, TenantLimits
-from tokenbus.router.access.windows import WINDOW_S, Record
+from tokenbus.router.access.windows import DAY_S, WINDOW_S, Record, WindowShare
 
 _SHORT = 12
 HISTORIES = 1_000 if os.environ.get("TOKENBUS_TESTS") == "long" else _SHORT
@@ -18,6 +19,7 @@ HISTORIES = 1_000 if os.environ.get("TOKENBUS_TESTS") == "long" else _SHORT
 SEEDS = [pytest.param(seed, marks=[pytest.mark.long] if HISTORIES > _SHORT else []) for seed in range(HISTORIES)]
 LIMITS = TenantLimits(0, 240, 60_000)
 LARGEST = 400
+DAY_LIMITS = KeyLimits(tokens_per_day=60_000, concurrency=8)
 
 
 def prompt_of(rng: random.Random) -> int:
@@ -90,6 +92,24 @@ def test_what_a_limit_allows_is_used_up_and_is_charged_once(num_routers: int) ->
             assert record.taken == pytest.approx(leased)
 
 
+@pytest.mark.parametrize("seed", SEEDS)
+def test_whatever_happens_a_day_s_limit_is_exceeded_by_a_request_each_and_that_of_open_ones_never_twice(
+    seed: int,
+) -> None:
+    """Without a record, or of a router that stands still, routers do not know each other's open requests: each keeps
+    what it has, and lets in more up to its even share."""
+    with world(seed) as virtual:
+        made = QuotaWorld(virtual, virtual.rng.randrange(1, 6), TenantLimits(), None, DAY_LIMITS)
+        virtual.run(25.0)
+        faults(made)
+        made.load(virtual.rng.choice((8.0, 30.0)), 60.0, lambda: prompt_of(virtual.rng))
+        virtual.run(62.0)
+        num_seen = len(set().union(*made.seen.values()))
+        assert sum(made.tokens.values()) <= DAY_LIMITS.tokens_per_day + LARGEST * num_seen
+        assert made.most_open <= 2 * DAY_LIMITS.concurrency
+        assert all(not router.process.faults for router in made.routers)
+
+
 def test_open_requests_of_all_routers_together_stay_within_a_limit() -> None:
     with world(3) as virtual:
         made = QuotaWorld(virtual, 3, TenantLimits(8, 0, 0))
@@ -116,7 +136,7 @@ def test_a_router_that_dies_gives_its_slots_back_within_seconds() -> None:
         virtual.run(7.0)
         other.ask(1)
         virtual.run(0.5)
-        assert made.num_open == 5
+        assert made.num_open == 1
 
 
 def test_a_client_with_one_request_at_a_time_is_not_refused_by_the_next_router() -> None:
@@ -144,6 +164,69 @@ def test_without_a_bucket_each_router_takes_an_even_share() -> None:
         virtual.run(61.0)
         assert 0.8 * 240 <= sum(made.requests.values()) <= 1.2 * 240
         assert all(router.quota.num_routers == 4 for router in made.routers)
+
+
+def test_a_router_that_can_not_know_what_is_left_of_a_day_gives_a_lease_and_then_no_more_than_passes_of_it() -> None:
+    day = 86_400
+    with world(5) as virtual:
+        made = QuotaWorld(virtual, 2, TenantLimits(), None, KeyLimits(tokens_per_day=day))
+        virtual.run(25.0)
+        asked, other = made.routers
+        for _ in range(day // 400 + 10):
+            asked.ask(400)
+        virtual.run(10.0)
+        before = sum(made.tokens.values())
+        assert day <= before <= day + 400
+        made.broker.is_down = True
+        virtual.run(12.0)
+        for _ in range(1_000):
+            other.ask(10)
+        virtual.run(1.0)
+        assert sum(made.tokens.values()) - before <= day / 256 / 2 + 10
+        before = sum(made.tokens.values())
+        virtual.run(60.0)
+        for _ in range(1_000):
+            other.ask(10)
+        virtual.run(1.0)
+        assert 20 <= sum(made.tokens.values()) - before <= 61 / 2 + 10
+        made.broker.is_down = False
+        virtual.run(20.0)
+        num_refused = made.num_refused
+        other.ask(10)
+        virtual.run(1.0)
+        assert made.num_refused == num_refused + 1, "the record says that nothing is left"
+
+
+def test_a_window_that_is_left_to_routers_without_the_record_is_asked_for_again() -> None:
+    share = WindowShare(100, DAY_S)
+    share.roll(10.0)
+    half = share.lease(Record(0, 50.0), "r1", num_routers=2, num_sharing=1)
+    assert half
+    share.take(half)
+    assert (share.is_full, share.wait_s(10.0)) == (True, 1.0)
+    share.tick(2, 11.0)
+    more = share.lease(half.record, "r1", num_routers=2)
+    assert not share.is_full
+    assert more
+    assert more.lease.granted > 0
+
+
+def test_what_is_told_to_be_left_of_a_day_follows_what_other_routers_have_taken() -> None:
+    day = 1_000_000
+    with world(5) as virtual:
+        made = QuotaWorld(virtual, 2, TenantLimits(), None, KeyLimits(tokens_per_day=day))
+        virtual.run(25.0)
+        rare, busy = made.routers
+        rare.ask(10)
+        for _ in range(100):
+            busy.ask(5_000)
+        virtual.run(2 * WINDOW_S)
+        rare.ask(10)  # the record is read again
+        virtual.run(1.0)
+        told = rare.quota.report(ADDRESS._replace(key_id=KEY_ID))
+        assert told
+        assert told.tokens
+        assert told.tokens.remaining == pytest.approx(day - 500_020, abs=2 * day / 256)
 
 
 def test_the_bucket_that_is_back_is_used_again_and_a_lost_one_is_made_again() -> None:
