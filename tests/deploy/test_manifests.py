@@ -262,6 +262,30 @@ def test_containers_of_a_fleet_with_keys_have_the_users_and_passwords_of_their_b
         assert all(one.removeprefix(f"TOKENBUS_{name.upper()}_").lower().replace("_", "-") in flags for one in own)
 
 
+def test_a_broker_with_keys_takes_the_command_of_its_container_and_keeps_its_files_on_the_volume(
+    tmp_path: Path,
+) -> None:
+    written = tmp_path / "callout.conf"
+    written.write_text(broker_config.broker_config(seeds.create(tmp_path / "seeds")))
+    compose = yaml.safe_load((DEPLOY / "compose.auth.yaml").read_text())["services"]["nats"]
+    (patch,) = yaml.safe_load((KUBERNETES / "keys" / "kustomization.yaml").read_text())["patches"]
+    added = [
+        (one["path"].removeprefix("/spec/template/spec/containers/0/"), one["value"])
+        for one in yaml.safe_load(patch["patch"])
+    ]
+    assert dict(added)["workingDir"] == dict(added)["volumeMounts/-"]["mountPath"]
+    assert (
+        f"nats:{compose['working_dir']}"
+        in yaml.safe_load((DEPLOY / "compose.keys.yaml").read_text())["services"]["nats"]["volumes"]
+    )
+    in_kubernetes = ["--config", "/callout.conf", *(value for path, value in added if path == "command/-")]
+    for command in (compose["command"], in_kubernetes):
+        words = [nats_server.find_binary(), "-t", *(str(written) if one == "/callout.conf" else one for one in command)]
+        variables = dict.fromkeys(broker_config.PASSWORDS, "p1")
+        done = subprocess.run(words, env=variables, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+
+
 def test_the_entrypoint_of_a_worker_in_compose_writes_its_grace_period_to_the_file_that_it_reads(
     tmp_path: Path,
 ) -> None:

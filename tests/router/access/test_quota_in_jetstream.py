@@ -31,7 +31,7 @@ class OldBucket(Bucket):
 
 def router(connection: Connection, name: str) -> Quota:
     limits = Limits(TenantLimits(), {}, lambda key_id: KEY_LIMITS)
-    bucket = OldBucket(connection, "quota_test")
+    bucket = OldBucket(connection, "quota_test", timeout_s=30.0)
     return Quota(limits, connection, NAMES, name, bucket, RouterMetrics(), random.Random(name))
 
 
