@@ -21,6 +21,8 @@ _chunks = codec.Decoder(messages.Chunk)
 _resyncs = codec.Decoder(messages.ResyncReply)
 
 _SUBMIT_AGAIN_S = 0.2
+_CONTINUE_AGAIN_S = 5.0
+"""Time after which a continuation that was refused for now is tried again."""
 _CANCEL_AGAIN_S = 1.0
 MAX_UNREAD_BYTES = 4 * 1024 * 1024
 """Bytes of chunks, as received, that may wait for a slow reader. Beyond that the stream ends with an error. In memory
@@ -81,6 +83,8 @@ class ChunkStream:
         """The request as it was last published."""
         self._submit_again_at: float | None = None
         """When it is published again, because it has had no listener yet."""
+        self._continue_again_at: float | None = None
+        """When it is continued again under a new id, because it was refused for now: until then no process has it."""
         scores_from = None if request.prompt_logprobs is None else request.prompt_logprobs_from or 0
         self._reassembler = Reassembler(len(request.resume_from.token_ids) if request.resume_from else 0, scores_from)
         self._resync_timer = ResyncTimer(now, streamed=request.is_streamed)
@@ -148,11 +152,15 @@ class ChunkStream:
         """Cancels the request. The stream continues until its terminal: `cancelled`, unless another arrived first."""
         if self._ended:
             return
-        if self.is_uploading or self._submit_again_at is not None:  # no process has the request yet
+        if self.is_uploading or self._is_nowhere:  # no process has the request
             self._end(messages.FinishReason.CANCELLED)
         else:
             self._is_cancelled = True
             self._send_cancel()
+
+    @property
+    def _is_nowhere(self) -> bool:
+        return self._submit_again_at is not None or self._continue_again_at is not None
 
     def address(self, subject: str) -> None:
         """Sets the subject of a request that has had none yet."""
@@ -205,6 +213,10 @@ class ChunkStream:
             if now >= self._submit_again_at:
                 again = self._continuation.in_time(self._submitted, now)
                 self.fail(again) if isinstance(again, errors.Error) else self._submit(again, now)
+            return
+        if self._continue_again_at is not None:
+            if now >= self._continue_again_at:
+                self._lose("no process has continued it", now)
             return
         if self._is_cancelled:
             self._cancel_again(now)
@@ -310,9 +322,10 @@ class ChunkStream:
             self._end(messages.FinishReason.CANCELLED)
             return None
         if not is_lost:
-            # If it may be retried, that happens once the resyncs of a first silence are unanswered.
-            self._resync_timer = ResyncTimer(now, streamed=self._is_streamed)
-            return self._continuation.error_after_refusal(error)
+            final = self._continuation.error_after_refusal(error)
+            if final is None and self._continue_again_at is None:
+                self._continue_again_at = now + _CONTINUE_AGAIN_S
+            return final
         again = self._continuation.request_after(error, now)
         if isinstance(again, errors.Error):
             return again
@@ -328,7 +341,7 @@ class ChunkStream:
 
     def _submit(self, request: messages.GenerateRequest, now: float) -> None:
         self._transport.forget(self)
-        self._submitted, self._submit_again_at = request, None
+        self._submitted, self._submit_again_at, self._continue_again_at = request, None, None
         self._resync_timer = ResyncTimer(now, streamed=self._is_streamed)
         self._transport.submit(self, request)
 

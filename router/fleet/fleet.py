@@ -25,7 +25,7 @@ from tokenbus.router.fleet.stats import DecisionStats
 from tokenbus.router.placement.model_workers import ModelWorkers
 from tokenbus.router.placement.placement import NoWorker, Placement, PlacementOptions, PlacementRequest
 from tokenbus.router.placement.policies import Policy
-from tokenbus.router.placement.sites import OwnSite
+from tokenbus.router.placement.sites import HeardSites, OwnSite
 from tokenbus.router.workers.event_log import AppliedSnapshot
 from tokenbus.router.workers.request_owners import RequestOwners
 from tokenbus.router.workers.worker import SETTLE_S, Worker, incarnation_key
@@ -71,6 +71,7 @@ class Fleet:
         """`expected_models` count as known before any worker has served them."""
         self._began_at = began_at
         self._own_site = own_site or OwnSite()
+        self._sites = HeardSites()
         self._workers: dict[WorkerAddress, Worker] = {}
         self._models: dict[str, ModelWorkers] = {}
         """The workers of each model that has any."""
@@ -300,6 +301,11 @@ class Fleet:
     def is_distant(self, worker: Worker) -> bool:
         """Whether a worker says that it runs at another site than this router."""
         return self._own_site.is_other(worker.card)
+
+    def is_cut_off(self, lost: Worker, now: float) -> bool:
+        """Whether a lost worker may be well behind a link that is down: it runs at another site, of which nothing has
+        been heard since."""
+        return self.is_distant(lost) and not self._sites.is_heard_after(lost, self._workers.values(), now)
 
     def find_worker(self, address: WorkerAddress) -> Worker | None:
         return self._workers.get(address)

@@ -1,11 +1,14 @@
 """Knows which workers of a model run at another site than the router that places, and what that costs."""
 
+import math
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
 
-from tokenbus.protocol.wire import messages
+from tokenbus.protocol.wire import limits, messages
 from tokenbus.router.placement.worker_table import Floats, Rows
+from tokenbus.router.workers.worker import Worker
 
 
 class OwnSite(NamedTuple):
@@ -45,3 +48,24 @@ class Distances:
             return None
         distant: Floats = self._is_distant[rows]
         return distant * self._own_site.cost_s if distant.any() else None
+
+
+class HeardSites:
+    """Knows when the workers of each site were last heard."""
+
+    def __init__(self) -> None:
+        self._heard_at: dict[str, float] = {}
+        self._looked_at = -math.inf
+
+    def __repr__(self) -> str:
+        return f"<HeardSites {sorted(self._heard_at)}>"
+
+    def is_heard_after(self, lost: Worker, workers: Iterable[Worker], now: float) -> bool:
+        """Whether any of these workers, of the site of one that is lost, was heard so long after it that not both can
+        have fallen silent at the same moment."""
+        if now - self._looked_at >= limits.TICK_S:  # not all of them for each of a lost worker's streams
+            self._looked_at, self._heard_at = now, {}
+            for one in workers:
+                site = one.card.site
+                self._heard_at[site] = max(self._heard_at.get(site, -math.inf), one.last_seen_at)
+        return self._heard_at.get(lost.card.site, -math.inf) >= lost.last_seen_at + limits.BEAT_S

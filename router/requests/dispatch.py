@@ -221,6 +221,8 @@ class Dispatcher:
             if worker.log.end_seq is not None and _knows_all_text(flight, worker):
                 break
             await asyncio.sleep(_SETTLE_POLL_S)
+        if not _knows_all_text(flight, worker) and await self._outlasts_link(flight, worker):
+            return False
         if not self._may_continue(flight, worker):
             return False
         if flight.cancelled:
@@ -240,6 +242,20 @@ class Dispatcher:
         if not flight.cancelled and not _knows_all_text(flight, lost):
             self._give_up(flight, lost)
         return True
+
+    async def _outlasts_link(self, flight: Flight, lost: Worker) -> bool:
+        """Waits for a worker that may be well behind a link that is down, and holds the request; returns whether it is
+        back and keeps it. Only that worker knows what its client has."""
+        card, began_at = lost.card, time.monotonic()
+        until = began_at + (self._patience_s if self._fleet.is_cut_off(lost, began_at) else 0.0)
+        while (now := time.monotonic()) < until and not self._is_over(flight):
+            back = self._fleet.find_worker(card.address)
+            if back is not None and back is not lost:
+                return await self._has_returned(flight, lost)
+            if not self._fleet.is_cut_off(lost, now):
+                until = min(until, now + _RETURN_S)
+            await asyncio.sleep(_RETRY_S)
+        return False
 
     async def _has_returned(self, flight: Flight, lost: Worker) -> bool:
         """Whether a worker that counted as lost was only out of reach, and still has the request: then it keeps it."""

@@ -180,6 +180,13 @@ class Recovery:
                 # Accepted after the snapshot, or accepted before it and already ended: only another snapshot can tell.
                 self._fleet.mark_behind(worker.card)
 
+        for flight in self._flights.unaccepted():  # it may have ended while this router counted the worker as lost
+            end = None if flight.key in snapshot.running else ends.get(flight.key)
+            if end is not None and flight.has_new_tokens and _is_sent_to(flight, worker):
+                flight.end = end
+                self._attempts.repeat_end(flight, address)
+                self._finish(flight, address.worker_id)
+
     def _finish(self, flight: Flight, worker_id: str) -> None:
         flight.ended_by = worker_id
         if worker_id in (flight.worker_id, flight.awaiting_worker_id):

@@ -34,6 +34,8 @@ class Fleet:
         self.num_forgotten = 0
         self.refusal: errors.Error | None = None
         """The reason for which nothing can be sent."""
+        self.repeats: errors.Error | None = None
+        """The error that is published again after each resync."""
         self._scheme = scheme
         request = messages.GenerateRequest(id="r", prompt="hi", **fields)  # type: ignore[arg-type]
         self.stream = ChunkStream(request, codec.Encoding.JSON, self, self.now, resume=resume)
@@ -49,7 +51,10 @@ class Fleet:
     def send_cancel(self, stream: ChunkStream) -> None:
         self.cancelled.append(stream.request_id)
 
-    def send_resync(self, stream: ChunkStream, offset: int, prompt_offset: int | None = None) -> None: ...
+    def send_resync(self, stream: ChunkStream, offset: int, prompt_offset: int | None = None) -> None:
+        if self.repeats is not None:  # as a router does that has answered the request
+            stream.feed_resync(codec.encode(messages.ResyncReply(found=True), codec.Encoding.JSON), self.now)
+            self.fail(self.repeats)
 
     def forget(self, stream: ChunkStream) -> None:
         self.num_forgotten += 1
@@ -278,6 +283,18 @@ async def test_a_continuation_that_is_refused_for_now_is_tried_again_after_a_whi
     assert len(fleet.requests) == 3
     fleet.refusal = None
     fleet.be_silent(5.2)
+    fleet.begin()
+    fleet.finish()
+    check(fleet, await fleet.rest())
+
+
+async def test_a_router_that_repeats_its_refusal_does_not_put_off_the_next_try() -> None:
+    fleet = begun()
+    fleet.fail(LOST)
+    fleet.repeats = errors.make_error(Code.NO_WORKER, "nothing serves it now")
+    fleet.fail(fleet.repeats)
+    fleet.be_silent(5.2)
+    assert len(fleet.requests) == 3
     fleet.begin()
     fleet.finish()
     check(fleet, await fleet.rest())

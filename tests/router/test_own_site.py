@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.router.builders import candidates, card, events, named
+from tests.router.builders import candidates, card, events, known, named
 from tokenbus.router.fleet.fleet import Fleet
 from tokenbus.router.placement.sites import OwnSite
 from tokenbus.router.requests.calls.pooling import EmbedCalls
@@ -46,3 +46,15 @@ def test_embeddings_are_computed_at_the_own_site_until_a_worker_elsewhere_has_fe
         calls._open[worker.card.address] += 1
     assert set(chosen[:2]) == {"c", "d"}
     assert set(chosen[2:]) == {"a", "b"}
+
+
+def test_a_lost_worker_may_be_behind_a_link_if_nothing_of_its_site_was_heard_after_it(fleet: Fleet) -> None:
+    lost, own, unknown = (known(fleet, name) for name in ("a", "c", "d"))
+    at = lost.last_seen_at
+    assert fleet.is_cut_off(lost, at + 2.0)
+    assert not fleet.is_cut_off(own, at + 2.0)
+    assert not fleet.is_cut_off(unknown, at + 2.0)
+    fleet.apply_events("demo", events("b", seq=2), at + 0.8)
+    assert fleet.is_cut_off(lost, at + 2.5), "an idle one speaks once a second: this may have been before the cut"
+    fleet.apply_events("demo", events("b", seq=3), at + 1.6)
+    assert not fleet.is_cut_off(lost, at + 3.0), "that one alone has died"

@@ -247,7 +247,8 @@ class Broker:
 
 class Bridge:
     """The link between the brokers of two sites. It can be cut, so that each broker sees that the other's clients are
-    not there, and it can stand still, so that neither does, and what is sent arrives later.
+    not there, and it can stand still, so that neither does, and what is sent arrives later. Before it is cut, it can
+    swallow what is sent for a while, as where packets vanish: brokers don't know yet.
 
     Members of a queue group at the broker that gets a message have precedence."""
 
@@ -256,6 +257,7 @@ class Bridge:
         self._brokers = (here, there)
         here.bridge = there.bridge = self
         self.is_up = True
+        self.swallows = False
         self.latency_s = 0.0
         self._stands_until = 0.0
         self._generation = 0
@@ -267,6 +269,8 @@ class Bridge:
         other = there if sender is here else here
         if not self.is_up or not other.takers(message.subject, tokens, served):
             return False
+        if self.swallows:
+            return True
         begun = max(self._world.now, self._stands_until)
         arrives = max(self._arrivals[other], begun + self.latency_s + other.delay())
         self._arrivals[other] = arrives
@@ -276,16 +280,21 @@ class Bridge:
 
     def cut(self, seconds: float) -> None:
         """Loses everything that is on its way, and carries nothing for that time."""
-        self.is_up = False
+        self.is_up = self.swallows = False
         self._generation += 1
         generation = self._generation
         self._world.at(self._world.now + seconds, lambda: self._restore(generation))
+
+    def vanish(self, seconds: float, cut_s: float) -> None:
+        """Swallows everything for some seconds, until brokers notice, and is then cut."""
+        self.swallows = True
+        self._world.at(self._world.now + seconds, lambda: self.cut(cut_s))
 
     def stand_still(self, seconds: float) -> None:
         self._stands_until = max(self._stands_until, self._world.now + seconds)
 
     def heal(self) -> None:
-        self.is_up, self._stands_until = True, self._world.now
+        self.is_up, self.swallows, self._stands_until = True, False, self._world.now
 
     def _restore(self, generation: int) -> None:
         if generation == self._generation:

@@ -1,4 +1,5 @@
-"""Random histories of two sites, whose link is cut, stands still and is long: each has a broker, a router and a worker.
+"""Random histories of two sites, whose link is cut, loses packets, stands still and is long: each has a broker, a
+router and a worker.
 
 A client of the library reads one text, and one terminal, in every history. Unless the link stood still, and delivered
 late what it held, no client is given two different tokens for one place, or new tokens of an attempt that another has
@@ -10,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.sim.clients import ClientProcess, SimpleClient
-from tests.sim.network import Bridge, Broker
+from tests.sim.network import Bridge, Broker, Link
 from tests.sim.system import FrontendProcess, RouterProcess
 from tests.sim.test_histories import HISTORIES
 from tests.sim.world import world
@@ -21,6 +22,7 @@ EVENTS = st.lists(
         st.tuples(st.just("ask simply"), st.integers(5, 60)),
         st.tuples(st.just("ask for one message"), st.integers(5, 40)),
         st.tuples(st.just("cut"), st.sampled_from([0.3, 1.4, 1.8, 2.2, 5.0, 20.0])),
+        st.tuples(st.just("packets vanish"), st.sampled_from([0.3, 1.4, 2.6])),
         st.tuples(st.just("stand still"), st.sampled_from([0.3, 1.0, 1.4, 2.4, 6.0])),
         st.tuples(st.just("wait"), st.sampled_from([0.05, 0.3, 1.0, 2.5, 8.0])),
         st.tuples(st.just("cancel"), st.integers(0, 5)),
@@ -72,6 +74,8 @@ class Sites:
                 self.simple[which].ask(round(value), stream=False, seed=self.num_asked)
             case "cut":
                 self.bridge.cut(value)
+            case "packets vanish":
+                self.bridge.vanish(value, 3.0)
             case "stand still":
                 self.may_repeat = True
                 self.bridge.stand_still(value)
@@ -184,6 +188,38 @@ def test_a_simple_client_gets_an_end_that_was_lost_on_a_link_without_a_notice(st
         sites.world.run(9.0)
         assert asked.terminal is not None
         assert asked.terminal.finish_reason == "length"
+        sites.end()
+    finally:
+        sites.close()
+
+
+@pytest.mark.parametrize("vanish_s", [1.2, 2.6])
+def test_a_stream_whose_last_step_was_on_the_link_when_that_failed_outlives_it(vanish_s: float) -> None:
+    """The router has the entry with the step's tokens, and not the seal behind its chunks."""
+    sites = Sites(1, 0.02, 0, labels=("there", "there"))
+    try:
+        for client in (sites.clients[0], sites.simple[0]):
+            client.ask(60)
+        sites.world.run(1.5)
+        there = sites.brokers[1]
+
+        def fail(sender: Link, subject: str, payload: bytes) -> None:
+            if subject.endswith(".seal"):
+                there.before_routing = lambda *_: None
+                sites.bridge.vanish(vanish_s, 4.0)
+
+        there.before_routing = fail
+        sites.world.run(0.3)
+        assert sites.bridge.swallows
+        sites.world.run(vanish_s + 4.0 - 0.3)
+        (simple,), (exact,) = sites.simple[0].asked, sites.clients[0].asked
+        assert not simple.ended
+        assert exact.terminal is None
+        assert len(sites.routers[1].router.flights) == 0, "its guardian is out of reach, and not gone"
+        sites.world.run(4.0)
+        assert simple.is_whole
+        assert exact.is_whole
+        assert exact.stream.request_id == exact.chunks[0].id, "nobody had to ask again"
         sites.end()
     finally:
         sites.close()

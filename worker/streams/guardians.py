@@ -198,7 +198,8 @@ class Guardians:
             self._passing_on.clear()
             self._say_if_heard()
             return
-        self._reach.no_responders(token, lease_time())
+        if self._reach.no_responders(token, lease_time()):
+            self._streams.held.probe_again(self._of(token))
         self._passing_on.discard(token)
         self._say_if_heard()
         if (unheard_since := self._unheard_since.get(token, now)) is None:

@@ -100,7 +100,9 @@ class HeldStreams:
         """Publishes a stream that has ended again from token `offset` on, for a guardian that has missed its end. Where
         no link lies between them, only that router was late: the client has the end."""
         stream = self._owner.find_any(key)
-        if stream is None or stream.is_open or not self._reach.is_distant(stream.guardian):
+        if stream is None or stream.is_open:
+            return
+        if not self._reach.is_distant(stream.guardian or stream.run.router_id):
             return
         if stream.hold is not None:
             self.asked(stream, offset, None)
@@ -131,6 +133,14 @@ class HeldStreams:
         for stream in streams:
             self._outbox.put_head(stream, time.monotonic())
         self._outbox.flush()
+
+    def probe_again(self, streams: Iterable[WorkerStream]) -> None:
+        """Finds out again whether the clients of held streams can be reached: earlier probes may have been taken by a
+        broker that did not know yet that its link was down."""
+        for stream in streams:
+            if stream.hold is not None:
+                stream.hold.probed_at = stream.hold.reached_at = None
+                stream.hold.probe_due_at = lease_time()
 
     def reconnected(self) -> None:
         """Gives no client up for a while: after a reconnect, clients may still be reconnecting too."""

@@ -108,10 +108,13 @@ class RouterReach:
         router.sent = {later: at for later, at in router.sent.items() if later > number}
         router.unanswered_since = next(iter(router.sent.values()), None)
 
-    def no_responders(self, token: str, now: float) -> None:
-        """Handles the broker's notice that a router's subject has no subscriber."""
-        if (router := self._routers.get(token)) is not None:
-            router.unheard_at = now
+    def no_responders(self, token: str, now: float) -> bool:
+        """Handles the broker's notice that a router's subject has no subscriber; returns whether it is the first since
+        the router has answered."""
+        if (router := self._routers.get(token)) is None:
+            return False
+        is_first, router.unheard_at = router.unheard_at is None, now
+        return is_first
 
     def is_distant(self, router_id: str | None) -> bool:
         """Whether a link lies between this worker and a router."""
