@@ -1,8 +1,9 @@
 """Finds out who sends a request, by its API key, and counts and logs those who may not."""
 
+import ipaddress
 import time
 from collections import Counter as Tally
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple, Protocol
 
 import structlog
@@ -18,6 +19,8 @@ from tokenbus.protocol.access.keys import Role
 _LOG_INTERVAL_S = 10.0
 _FORBIDDEN = "forbidden"
 _DOTS_OF_TOKEN = 2
+_NOT_PUBLIC = ("localhost", "local", "internal", "home.arpa")
+"""Under these, strangers can't have a name."""
 
 
 class Caller(NamedTuple):
@@ -102,6 +105,16 @@ class Callers:
         if caller.role is Role.VIEWER:
             raise self._refused(_FORBIDDEN, caller.key_id, http_errors.VIEWER)
 
+    def check_page(self, headers: Mapping[str, str], allowed_origins: Collection[str]) -> None:
+        """Raises ApiError, where no key is needed, for a page under a public name that leads to this gateway.
+
+        Strangers can point a name of theirs here once a reader has loaded their page from it (DNS rebinding). The
+        browser then takes the gateway for that page's own server."""
+        origin, host = headers.get("origin", ""), headers.get("host", "").lower()
+        is_own = origin.lower().partition("://")[2] == host != ""
+        if self.allows_anonymous and is_own and _may_be_strangers(host) and not {origin, "*"} & set(allowed_origins):
+            raise self._refused(_FORBIDDEN, None, http_errors.strange_page(origin))
+
     def update_gauges(self) -> None:
         if self.ring is not None:
             self._metrics.keys.set(len(self.ring))
@@ -118,3 +131,13 @@ class Callers:
             count = self._unlogged.pop(reason)
             structlog.get_logger().warning("keys_refused", reason=reason, key_id=key_id, count=count)
         return ApiError(response)
+
+
+def _may_be_strangers(host: str) -> bool:
+    """Whether a host, perhaps with a port, is a name that anyone on the internet may have registered."""
+    name = (host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host).strip("[].")
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return "." in name and not name.endswith(tuple(f".{suffix}" for suffix in _NOT_PUBLIC))
+    return False

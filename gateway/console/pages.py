@@ -38,9 +38,14 @@ _HEADERS = {
     "cache-control": "no-cache",
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
+    "cross-origin-resource-policy": "same-origin",
 }
-_PRIVATE = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
+_PRIVATE = {name: value for name, value in _HEADERS.items() if name != "content-security-policy"} | {
+    "cache-control": "no-store"
+}
 _LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
+_OWN_SITES = ("same-origin", "none")
+_FOREIGN = ErrorResponse(403, "forbidden", "a page of another origin may not use the console")
 _NOT_LOCAL = ErrorResponse(
     403,
     "forbidden",
@@ -112,19 +117,20 @@ class ConsolePages:
 
     async def stream(self, request: Request) -> Response:
         """Serves `GET /console/stream`: the events of the fleet. Raises ApiError for those who may not see them."""
-        await self._identify(request)
-        self._viewers.check_room()
+        caller = await self._identify(request)
+        self._viewers.check_room(caller.key_id)
 
         async def is_over() -> bool:
             return self._services.limit.is_draining or not await self._may_still_look(request)
 
-        events = self._viewers.events(is_over)
-        headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
-        return StreamingResponse(events, media_type=EVENT_STREAM, headers=headers)
+        events = self._viewers.events(caller.key_id, is_over)
+        return StreamingResponse(events, media_type=EVENT_STREAM, headers=_PRIVATE | {"x-accel-buffering": "no"})
 
     async def _identify(self, request: Request) -> Caller:
         """Returns who looks. Raises ApiError for those who may see nothing."""
         callers = self._services.tenants.callers
+        if request.headers.get("sec-fetch-site", "same-origin") not in _OWN_SITES:
+            raise ApiError(_FOREIGN)
         if callers.allows_anonymous:
             _check_local(request)
         return await callers.identify(request.headers)

@@ -14,6 +14,8 @@ from tokenbus.protocol import tasks
 ResultT = TypeVar("ResultT")
 
 MAX_VIEWERS = 128
+MAX_VIEWERS_OF_ONE = 64
+"""Pages with one key: no single one keeps all others out."""
 _MAX_WAITING = 8
 """Events that wait for a page that reads slowly; then it gets everything at once instead."""
 _LEAST_S = 0.25
@@ -26,7 +28,8 @@ class ConsoleViewers:
 
     def __init__(self, view_fleet: Callable[[], FleetViewer]) -> None:
         self._view_fleet = view_fleet
-        self._pages: dict[asyncio.Queue[bytes], None] = {}
+        self._pages: dict[asyncio.Queue[bytes], str] = {}
+        """The key of each page, by the events that wait for it."""
         self._feed = FleetFeed()
         self._looking: asyncio.Task[None] | None = None
 
@@ -36,15 +39,22 @@ class ConsoleViewers:
     def __len__(self) -> int:
         return len(self._pages)
 
-    def check_room(self) -> None:
-        """Raises ApiError if no further page may be opened."""
-        if len(self._pages) >= MAX_VIEWERS:
+    def check_room(self, key_id: str) -> None:
+        """Raises ApiError if no further page may be opened, with this key if it is not empty."""
+        if not self._has_room(key_id):
             raise ApiError(OVERLOADED)
 
-    async def events(self, is_over: Callable[[], Awaitable[bool]]) -> AsyncIterator[bytes]:
-        """Yields the events of one page until `is_over`, which is asked at least every two seconds."""
+    def _has_room(self, key_id: str) -> bool:
+        of_one = list(self._pages.values()).count(key_id) if key_id else 0
+        return len(self._pages) < MAX_VIEWERS and of_one < MAX_VIEWERS_OF_ONE
+
+    async def events(self, key_id: str, is_over: Callable[[], Awaitable[bool]]) -> AsyncIterator[bytes]:
+        """Yields one page's events until `is_over`, which is asked at least every two seconds; none if the room has
+        been taken since it was checked."""
+        if not self._has_room(key_id):
+            return
         waiting: asyncio.Queue[bytes] = asyncio.Queue(_MAX_WAITING)
-        self._pages[waiting] = None
+        self._pages[waiting] = key_id
         if self._looking is None:
             self._looking = tasks.background("look at the fleet for the console", self._look())
         elif self._feed.has_begun:

@@ -157,6 +157,16 @@ def key_refused(error: KeyRefusedError) -> ErrorResponse:
             return INVALID_API_KEY
 
 
+def strange_page(origin: str) -> ErrorResponse:
+    """Returns the response to a page that may be a stranger's."""
+    return ErrorResponse(
+        403,
+        "forbidden",
+        f"without API keys, pages use this gateway under localhost or its address: give it keys, or --allowed-origin "
+        f"{origin[:200]} if that page is yours",
+    )
+
+
 def too_large(limit_bytes: int) -> ErrorResponse:
     return ErrorResponse(413, str(errors.Code.PAYLOAD_TOO_LARGE), f"the body must have at most {limit_bytes} bytes")
 

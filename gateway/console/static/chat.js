@@ -425,7 +425,7 @@ function show(entry) {
   const isUser = entry.role === "user";
   const text = document.createTextNode(entry.content);
   const view = entry.view = {
-    text, body: make("div", {class: "body"}), textBox: make("div", {class: "text"}, text),
+    text, body: make("div", {class: "body"}), textBox: make("div", {class: "text", dir: "auto"}, text),
     actions: make("div", {class: "row"}),
     article: make("article", {class: entry.role}),
   };
@@ -433,7 +433,7 @@ function show(entry) {
     view.reasoning = document.createTextNode(entry.reasoning);
     view.thoughtsTitle = element("summary", "Reasoning");
     view.thoughts = make("details", {class: "thoughts", hidden: true}, view.thoughtsTitle,
-      make("div", {class: "text"}, view.reasoning));
+      make("div", {class: "text", dir: "auto"}, view.reasoning));
     view.calls = make("div", {class: "calls"});
     view.failure = make("div", {class: "failure", hidden: true});
     view.numbers = make("div", {class: "numbers"});

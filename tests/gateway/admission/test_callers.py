@@ -1,5 +1,6 @@
 """A gateway knows its callers by its own keys and by those of the fleet, and says why it refuses one."""
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -56,6 +57,30 @@ async def test_without_keys_everyone_is_the_gateways_tenant() -> None:
 
 async def test_a_key_of_the_gateway_has_a_tenant_and_no_id() -> None:
     assert (await Door("one=acme", ring=ring_of()).caller("one")) == Caller("acme")
+
+
+@pytest.mark.parametrize(
+    ("host", "is_refused"),
+    [
+        ("evil.example", True),
+        ("127.0.0.1.evil.example:8000", True),
+        ("evil.example.:8000", True),
+        ("localhost:8000", False),
+        ("127.0.0.1:8000", False),
+        ("[::1]:8000", False),
+        ("[fd00::1]", False),
+        ("llm:8000", False),
+        ("gateway.default.svc.cluster.local", False),
+        ("chat.example.org", False),
+        ("", False),
+    ],
+)
+def test_without_keys_a_page_under_a_strangers_name_is_refused(host: str, *, is_refused: bool) -> None:
+    headers, allowed = {"host": host, "origin": f"http://{host}"}, ("http://chat.example.org",)
+    with pytest.raises(ApiError) if is_refused else contextlib.nullcontext():
+        Door().callers.check_page(headers, allowed)
+    Door("one=acme").callers.check_page(headers, allowed)
+    Door().callers.check_page({"host": host, "origin": "http://other.example"}, allowed)
 
 
 @pytest.mark.parametrize("header", ["authorization", "x-api-key", "api-key"])
