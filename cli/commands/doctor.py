@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from tokenbus.cli.console import arguments, connection_flags, hub_flags, needs
+from tokenbus.cli.console import arguments, connection_flags, hub_flags, needs, session
 from tokenbus.cli.console.flags import Parser
 from tokenbus.client.wire.wire_client import WireClient
 from tokenbus.protocol import extras
@@ -306,7 +306,7 @@ async def check_broker(options: argparse.Namespace) -> AsyncIterator[Finding]:
             reply = await client.models()
         except errors.RequestError as error:
             advice = "start `tokenbus router`; with permissions on, pass --tenant and --nats-inbox _INBOX_<tenant>"
-            yield Finding("bad", f"no router answers: {error.error.message}", advice)
+            yield Finding("bad", f"no router answers: {session.with_hint(options, error.error).message}", advice)
             return
         for finding in check_fleet(reply):
             yield finding

@@ -1,4 +1,4 @@
-"""`tokenbus keys`: creates, lists, shows, rotates and revokes the API keys of a fleet."""
+"""`tokenbus keys`: creates, lists, shows, changes, rotates and revokes the API keys of a fleet."""
 
 import argparse
 import asyncio
@@ -6,20 +6,21 @@ import contextlib
 import fnmatch
 import getpass
 import json
-import secrets
+import re
 import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
-from tokenbus.cli.console import arguments, audit_flags, connection_flags, key_flags, key_table, moments
+from tokenbus.cli.console import arguments, audit_flags, connection_flags, key_audit, key_flags, key_table, moments
 from tokenbus.cli.console.arguments import ArgumentType
 from tokenbus.cli.console.flags import Parser, UsageError
-from tokenbus.cli.console.session import EXIT_INTERRUPTED, print_error
+from tokenbus.cli.console.key_audit import KeyAudit
+from tokenbus.cli.console.session import EXIT_INTERRUPTED, print_error, printable
 from tokenbus.client.wire.wire_client import WireClient
-from tokenbus.protocol.access import audit, key_changes, keys
-from tokenbus.protocol.access.audit_log import AuditLog, AuditSettings
+from tokenbus.protocol.access import key_changes, keys
+from tokenbus.protocol.access.audit_log import AuditSettings
 from tokenbus.protocol.access.key_ring import MAX_KEYS
 from tokenbus.protocol.access.key_source import BUCKET
 from tokenbus.protocol.access.key_stores import KeyStore, KeyStoreError
@@ -39,11 +40,15 @@ _NUM_AMBIGUOUS = 5
 
 def _tenant(text: str) -> str:
     subjects.encode_name(text)
+    if not text.isprintable() or set(text) & set(" *>"):
+        raise ValueError
     return text
 
 
 def _pattern(text: str) -> str:
-    if not 0 < len(text.encode()) <= limits.MAX_NAME_BYTES:
+    if not 0 < len(text.encode()) <= limits.MAX_NAME_BYTES or not text.isprintable() or " " in text:
+        raise ValueError
+    if "[" in _CLASS.sub("", text):  # it would stand for itself, which no name of a model has
         raise ValueError
     return text
 
@@ -54,25 +59,35 @@ def _label(text: str) -> str:
     return text
 
 
-_TENANT = ArgumentType(_tenant, f"a name of 1 to {limits.MAX_NAME_BYTES} bytes", "NAME")
-_PATTERN = ArgumentType(_pattern, f"a pattern of 1 to {limits.MAX_NAME_BYTES} bytes", "PATTERN")
+def _expiry(text: str) -> float | None:
+    return None if text.lower() == _NEVER else moments.moment(text)
+
+
+_NEVER = "never"
+_CLASS = re.compile(r"\[!?\]?[^\]]*\]")
+_TENANT = ArgumentType(_tenant, f"a name of 1 to {limits.MAX_NAME_BYTES} bytes without spaces, * and >", "NAME")
+_PATTERN = ArgumentType(
+    _pattern, f"a pattern of 1 to {limits.MAX_NAME_BYTES} bytes without spaces, such as chat-* or chat-[ab]", "PATTERN"
+)
+_EXPIRY = ArgumentType(_expiry, f"{moments.MOMENT.noun}, or {_NEVER}", f"DATE|DURATION|{_NEVER}")
 _LABEL = ArgumentType(_label, f"at most {_MAX_LABEL_CHARS} printable characters", "TEXT")
 
 
 def add_flags(parser: Parser) -> None:
     do = arguments.one_of(*_ACTIONS)
     parser.add_argument("do", type=do.__call__, metavar="ACTION", help=do.allowed)
-    text = "for show, rotate and revoke: the id of the key, or the beginning of it"
+    text = "for show, change, rotate and revoke: the id of the key, or the beginning of it"
     parser.add_argument("ids", nargs="*", default=[], metavar="KEY", help=text)
-    flag = parser.group(_CREATE)
+    flag = parser.group(f"{_CREATE} and {_CHANGE}")
     flag("--name", _LABEL, "what its owner calls it", "")
     flag("--role", arguments.one_of(*Role), "what it may do: make requests, look on, or operate the fleet", Role.USER)
     models = "a model that it may use, or a pattern such as chat-*; adapters have names such as base:style"
     flag("--models", _PATTERN, models, [], unset="all models")
-    flag("--max-priority", arguments.whole(-1_000, 1_000), "the highest priority of a request", 0)
+    priority = "the least `priority` that a request may have: lower is served sooner"
+    flag("--max-priority", arguments.whole(-1_000, 1_000), priority, 0)
     flag("--not-before", moments.MOMENT, "when it becomes valid", unset="at once")
-    flag("--expires", moments.MOMENT, "when it ceases to be valid", unset="never")
-    flag = parser.group(f"{_CREATE}, limits (0: none)", KeyLimits())
+    flag("--expires", _EXPIRY, "when it ceases to be valid", unset=_NEVER)
+    flag = parser.group(f"{_CREATE} and {_CHANGE}, limits (0: none)", KeyLimits())
     flag("--requests-per-minute", arguments.COUNT, "requests a minute")
     flag("--tokens-per-minute", arguments.COUNT, "tokens a minute, of prompts and completions")
     flag("--tokens-per-day", arguments.COUNT, "tokens a day, until midnight UTC")
@@ -85,7 +100,12 @@ def add_flags(parser: Parser) -> None:
     of_action = tuple(flag.name for flag in parser.flags.values())
     given = parser.pass_on(of_action)
     flag = parser.group("keys")
-    flag("--tenant", _TENANT, "tenant of a new key, or whose keys are listed", unset="default, or all tenants")
+    flag(
+        "--tenant",
+        _TENANT,
+        "for create, the key's tenant; for list, the tenant whose keys are shown",
+        unset="default, or all",
+    )
     flag("--json", arguments.SWITCH, "print JSON, with Unix times in seconds")
     flag.add(key_flags.KEYS._replace(default=BUCKET, unset=""))
     flag.add(audit_flags.AUDIT)
@@ -94,15 +114,18 @@ def add_flags(parser: Parser) -> None:
     parser.set_defaults(run=lambda options: _run(parser.prog, options, given))
 
 
-_CREATE, _ROTATE, _REVOKE = "create", "rotate", "revoke"
+_CREATE, _LIST, _SHOW, _CHANGE, _ROTATE, _REVOKE = "create", "list", "show", "change", "rotate", "revoke"
 
 
 def _run(prog: str, options: argparse.Namespace, of_actions: Sequence[Any]) -> int:
     for flag in of_actions:
-        action = flag.title.partition(",")[0]
-        if flag.dest in options and action != options.do:
-            raise UsageError(prog, f"{flag.option} is an option of `{prog} {action}`, not of {options.do}")
-    needs_key = options.do in (_SHOW, _ROTATE, _REVOKE)
+        actions = flag.title.partition(",")[0].split(" and ")
+        if flag.dest in options and options.do not in actions:
+            raise UsageError(prog, f"{flag.option} is an option of `{prog} {actions[0]}`, not of {options.do}")
+    if options.tenant is not None and options.do not in (_CREATE, _LIST):
+        why = ": a key's tenant never changes" if options.do == _CHANGE else ""
+        raise UsageError(prog, f"--tenant is an option of `{prog} {_CREATE}` and `{_LIST}`, not of {options.do}{why}")
+    needs_key = options.do not in (_CREATE, _LIST)
     if bool(options.ids) != needs_key or (len(options.ids) > 1 and options.do != _REVOKE):
         wants = "the id of a key" if needs_key else "no further arguments"
         raise UsageError(prog, f"{options.do} takes {wants}, got {' '.join(options.ids) or 'none'}")
@@ -140,14 +163,8 @@ async def _audit(options: argparse.Namespace, connection: Connection | None, rec
     """Writes a change to the audit log, if that is wanted. The change is made, also if this fails."""
     if not options.audit or connection is None:
         return
-    log = AuditLog(connection, options.prefix)
-    one = audit.record(time.time(), "key", options.do, record.tenant, _user(), key_id=record.id, **fields)
     try:
-        try:
-            await log.add(one, secrets.token_hex(8))
-        except BucketMissingError:
-            await log.create(AuditSettings())
-            await log.add(one, secrets.token_hex(8))
+        await KeyAudit(connection, options.prefix, AuditSettings(), _user()).add(options.do, record, **fields)
     except BucketError as error:
         _say(f"this change of the key {record.id} is not in the audit log: {error}")
 
@@ -169,16 +186,27 @@ def _explained(options: argparse.Namespace, error: KeyStoreError) -> str:
     return str(error)
 
 
-def _create(options: argparse.Namespace) -> _Action:
-    """Raises ValueError for times that contradict each other."""
-    now = time.time()
+def _given_fields(options: argparse.Namespace, now: float) -> tuple[dict[str, Any], dict[str, int]]:
+    """Returns the fields of a record and its limits that flags name. Raises ValueError for times that contradict each
+    other."""
     given = vars(options)
     expires_at, not_before = given.get("expires"), given.get("not_before", 0.0)
     if expires_at is not None and expires_at <= max(now, not_before):
         what = "in the future" if expires_at <= now else "later than --not-before"
         raise ValueError(f"--expires must be {what}, got {moments.text_of_moment(expires_at)}")
-    record_fields = {name: given[name] for name in ("name", "role", "max_priority", "not_before") if name in given}
-    limit_fields = {name: given[name] for name in KeyLimits.__struct_fields__ if name in given}
+    fields: dict[str, Any] = {}
+    fields |= {name: given[name] for name in ("name", "role", "max_priority", "not_before") if name in given}
+    if "models" in given:
+        fields["models"] = tuple(given["models"])
+    if "expires" in given:
+        fields["expires_at"] = expires_at
+    return fields, {name: given[name] for name in KeyLimits.__struct_fields__ if name in given}
+
+
+def _create(options: argparse.Namespace) -> _Action:
+    """Raises ValueError for times that contradict each other."""
+    now = time.time()
+    fields, limit_fields = _given_fields(options, now)
 
     def make() -> tuple[str, KeyRecord]:
         new = keys.new_key()
@@ -186,12 +214,10 @@ def _create(options: argparse.Namespace) -> _Action:
             id=new.id,
             hash=new.hash,
             tenant=options.tenant or subjects.DEFAULT_TENANT,
-            models=tuple(given.get("models") or ("*",)),
             limits=KeyLimits(**limit_fields),
             created_at=now,
             created_by=_user(),
-            expires_at=expires_at,
-            **record_fields,
+            **fields,
         )
 
     async def create(store: KeyStore, connection: Connection | None) -> int:
@@ -200,19 +226,42 @@ def _create(options: argparse.Namespace) -> _Action:
             return print_error(f"there are {MAX_KEYS} keys, and there can't be more")
         secret, record = make()
         await store.add(record)
-        facts = {
-            "name": record.name,
-            "role": str(record.role),
-            "models": record.models,
-            "expires_at": record.expires_at,
-        }
-        await _audit(options, connection, record, **facts)
+        await _audit(options, connection, record, **key_audit.facts_of(record))
         if connection is not None and record.models != ("*",):
-            await _warn_of_models(connection, options.prefix, record)
+            await _warn_of_models(options, connection, record)
         _say(f"made the key {record.id} of the tenant {record.tenant}; its secret is shown this once")
         return _print_secret(options, secret, record)
 
     return create
+
+
+def _change(options: argparse.Namespace) -> _Action:
+    """Raises ValueError if nothing is to change, or for times that contradict each other."""
+    fields, limit_fields = _given_fields(options, time.time())
+    if not fields and not limit_fields:
+        raise ValueError(
+            "change takes at least one option of what is to change, such as --models or --tokens-per-minute 0"
+        )
+
+    async def change(store: KeyStore, connection: Connection | None) -> int:
+        key_id, now, befores = await _find(store, options.ids[0]), time.time(), []
+
+        def edit(before: KeyRecord) -> KeyRecord:
+            befores.append(before)
+            return key_changes.changed(before, fields, limit_fields, now)
+
+        record = await key_changes.change(store, key_id, edit)
+        changes = key_changes.differences(befores[-1], record)
+        if changes:
+            await _audit(options, connection, record, changed=tuple(changes), **changes)
+        if connection is not None and "models" in changes:
+            await _warn_of_models(options, connection, record)
+        _say(f"the key {key_id} has {'other ' + ', '.join(changes) if changes else 'all of this already'}")
+        shown = key_table.fields_of_key(record, now)
+        print(json.dumps(shown) if options.json else key_table.details(record, now))
+        return 0
+
+    return change
 
 
 def _rotate(options: argparse.Namespace) -> _Action:
@@ -277,11 +326,11 @@ def _show(options: argparse.Namespace) -> _Action:
     return show
 
 
-_SHOW = "show"
 _ACTIONS: dict[str, Callable[[argparse.Namespace], _Action]] = {
     _CREATE: _create,
-    "list": _list,
+    _LIST: _list,
     _SHOW: _show,
+    _CHANGE: _change,
     _REVOKE: _revoke,
     _ROTATE: _rotate,
 }
@@ -324,17 +373,22 @@ def _may_revoke(record: KeyRecord) -> bool:
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
-async def _warn_of_models(connection: Connection, prefix: str, record: KeyRecord) -> None:
-    """Says which patterns of a new key no model has that is served now, if a router answers."""
-    client = await WireClient.from_connection(connection, tenant=record.tenant, prefix=prefix)
-    try:
-        served = (await client.models(_MODELS_TIMEOUT_S, with_workers=False)).models
-    except errors.RequestError:
+async def _warn_of_models(options: argparse.Namespace, connection: Connection, record: KeyRecord) -> None:
+    """Says which patterns of a key no model has that is served now, if a router answers."""
+    # A user of the broker may often ask as one tenant only: as that one, whose name it has, it does not see the
+    # adapters that others have for themselves.
+    for tenant in dict.fromkeys((record.tenant, options.nats_user or record.tenant)):
+        client = await WireClient.from_connection(connection, tenant=tenant, prefix=options.prefix)
+        with contextlib.suppress(errors.RequestError):
+            served = (await client.models(_MODELS_TIMEOUT_S, with_workers=False)).models
+            break
+    else:
         return
     names = [one.model for one in served] + [f"{one.model}:{name}" for one in served for name in one.adapters]
     for pattern in record.models:
-        if not fnmatch.filter(names, pattern):
-            _say(f"nothing that is served now has the name {pattern!r}")
+        is_hidden = tenant != record.tenant and fnmatch.filter(names, pattern.partition(":")[0])
+        if not is_hidden and not fnmatch.filter(names, pattern):
+            _say(f"nothing that is served now has the name {printable(pattern)}")
 
 
 def _user() -> str:

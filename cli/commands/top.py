@@ -37,7 +37,10 @@ _LINES_AROUND = 8
 _WIDTH = 120
 _MIB = 1 << 20
 _FIRST_LOOK_S = 0.1
-_UNSEEN = "no router answers, or they are of an earlier version, or this user may not publish to `fleet`"
+_UNSEEN = (
+    "no router answers, or they are of an earlier version, or this user may not publish to `fleet` of this tenant: "
+    "pass the tenant that it may, such as --tenant operator"
+)
 _PATIENCE_S = 5.0
 """Time for the first two digests."""
 

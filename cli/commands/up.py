@@ -19,6 +19,7 @@ from tokenbus.cli.console import (
     config,
     connection_flags,
     first_key,
+    key_audit,
     key_flags,
     nats_server,
     screen,
@@ -27,6 +28,7 @@ from tokenbus.cli.console import (
 )
 from tokenbus.cli.console.flags import Parser, command_line, dest_of, text_of
 from tokenbus.cli.console.instructions import SystemAddresses
+from tokenbus.cli.console.key_audit import KeyAudit
 from tokenbus.cli.console.run_logs import RunLogs
 from tokenbus.cli.console.session import print_error
 from tokenbus.cli.console.supervisor import EXIT_BAD_SETTINGS, ProcessSupervisor, StartError
@@ -35,14 +37,17 @@ from tokenbus.demo import MODEL_PATH, ONNX_PATH
 from tokenbus.gateway.admission import keys
 from tokenbus.gateway.admission.settings import GatewaySettings
 from tokenbus.gateway.http import listen
+from tokenbus.protocol.access.audit_log import AuditSettings
 from tokenbus.protocol.access.key_source import BUCKET, KeySettings
 from tokenbus.protocol.access.key_stores import KeyStore, KeyStoreError
 from tokenbus.protocol.bus import connection as nats
+from tokenbus.protocol.bus.bucket import BucketError
 from tokenbus.protocol.bus.settings import BusSettings
 from tokenbus.protocol.process import signals
 from tokenbus.protocol.telemetry import logs, tracing
 from tokenbus.protocol.wire import errors, messages
 
+_COMMAND = "tokenbus up"
 _READY_TIMEOUT_S = 600.0
 _POLL_S = 0.2
 _REFRESH_S = 1.0
@@ -107,6 +112,7 @@ class SystemSettings(NamedTuple):
     """Whether the HTTP API takes requests without a key."""
     key_settings: KeySettings
     """Where the keys of the HTTP API are."""
+    audit: AuditSettings
     bus: BusSettings
     """The connection to the broker that the options name, if any."""
     prefix: str
@@ -158,6 +164,7 @@ def settings_of(options: argparse.Namespace) -> SystemSettings:
         port=port if options.gateway_port is None else options.gateway_port,
         is_open=gateway_settings.allows_anonymous,
         key_settings=gateway_settings.key_settings,
+        audit=audit_flags.settings_of(found),
         bus=connection_flags.settings_of(found),
         prefix=found.prefix,
         grace_s=found.grace_s,
@@ -252,7 +259,7 @@ class LocalSystem:
             log, store = self._logs.folder / "nats-server.log", self._broker_store()
             self._broker = await nats_server.start(self._options.port, log, store=store)
             self._bus = BusSettings(url=self._broker.url)
-        await self._with_keys(lambda store: store.create())
+        await self._with_keys(lambda store, _: store.create())
         self._start_processes()
         async with await WireClient.connect(settings=self._bus, prefix=self._settings.prefix) as client:
             reply = await self._until_ready(client)
@@ -272,20 +279,29 @@ class LocalSystem:
         # Brokers on fixed ports keep their keys. One on any free port would meet those of another system.
         return state.folder(f"broker-{self._options.port}") if self._options.port else self._logs.folder / "broker"
 
-    async def _with_keys(self, act: Callable[[KeyStore], Awaitable[None]]) -> None:
+    async def _with_keys(self, act: Callable[[KeyStore, nats.Connection], Awaitable[None]]) -> None:
         """Does something with the store of keys, if there is one. Raises StartError."""
         if not self._settings.key_settings.are_used:
             return
-        connection = await nats.connect(self._bus, "tokenbus up")
+        connection = await nats.connect(self._bus, _COMMAND)
         try:
-            await act(self._settings.key_settings.store(connection, self._settings.prefix))
+            await act(self._settings.key_settings.store(connection, self._settings.prefix), connection)
         except KeyStoreError as error:
             raise StartError(f"there can be no keys: {error}") from error
         finally:
             await connection.close()
 
-    async def _make_first_key(self, store: KeyStore) -> None:
-        self._first_key = await first_key.make(store, created_by="tokenbus up")
+    async def _make_first_key(self, store: KeyStore, connection: nats.Connection) -> None:
+        made = await first_key.make(store, _COMMAND)
+        if made is None:
+            return
+        self._first_key, record = made
+        if self._settings.audit.audit:
+            log = KeyAudit(connection, self._settings.prefix, self._settings.audit, _COMMAND)
+            try:
+                await log.add("create", record, **key_audit.facts_of(record))
+            except BucketError as error:
+                self._out.write(f"the first key {record.id} is not in the audit log: {error}")
 
     def _addresses(self, reply: messages.ModelsReply) -> SystemAddresses:
         names = dict.fromkeys([*self._settings.names, *(one.model for one in reply.models)])

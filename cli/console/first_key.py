@@ -10,12 +10,12 @@ from tokenbus.protocol.wire import subjects
 _NAME = "first operator"
 
 
-async def make(store: KeyStore, created_by: str) -> str:
-    """Returns a new key for an operator, or an empty text if the store has a valid one. Raises KeyStoreError."""
+async def make(store: KeyStore, created_by: str) -> tuple[str, KeyRecord] | None:
+    """Returns a new key for an operator, and its record, or None if the store has a valid one. Raises KeyStoreError."""
     now = time.time()
     known = (await store.load()).records.values()
     if any(one.role is Role.OPERATOR and one.is_valid_at(now) for one in known):
-        return ""
+        return None
     new = keys.new_key()
     record = KeyRecord(
         id=new.id,
@@ -27,4 +27,4 @@ async def make(store: KeyStore, created_by: str) -> str:
         created_by=created_by,
     )
     await store.add(record)
-    return new.text
+    return new.text, record

@@ -7,6 +7,7 @@ from typing import Any
 from rich.cells import cell_len
 
 from tokenbus.cli.console.moments import text_of_moment
+from tokenbus.cli.console.session import printable
 from tokenbus.protocol.access.keys import KeyLimits, KeyRecord
 
 _HEAD = ("id", "tenant", "name", "role", "models", "limits", "expires", "state")
@@ -51,13 +52,13 @@ def details(record: KeyRecord, now: float) -> str:
     lines = {
         "id": record.id,
         "state": str(state_of(record, now)),
-        "tenant": _printable(record.tenant),
-        "name": _printable(record.name),
+        "tenant": printable(record.tenant),
+        "name": printable(record.name),
         "role": str(record.role),
         "models": _models(record),
         "limits": _limits(record.limits),
-        "highest priority": str(record.max_priority),
-        "created": f"{text_of_moment(record.created_at)}{record.created_by and f' by {_printable(record.created_by)}'}",
+        "least priority": str(record.max_priority),
+        "created": f"{text_of_moment(record.created_at)}{record.created_by and f' by {printable(record.created_by)}'}",
         "not before": text_of_moment(record.not_before) if record.not_before else "",
         "expires": text_of_moment(record.expires_at) if record.expires_at is not None else "never",
         "revoked": text_of_moment(record.revoked_at) if record.revoked_at is not None else "",
@@ -81,8 +82,8 @@ def _row(record: KeyRecord, now: float) -> tuple[str, ...]:
     expires = text_of_moment(record.expires_at) if record.expires_at is not None else "-"
     return (
         record.id,
-        _printable(record.tenant),
-        _printable(record.name) or "-",
+        printable(record.tenant),
+        printable(record.name) or "-",
         str(record.role),
         _models(record),
         _limits(record.limits),
@@ -98,14 +99,9 @@ def _line(row: Iterable[str], widths: Iterable[int]) -> str:
 
 
 def _models(record: KeyRecord) -> str:
-    return _printable(",".join(record.models))
+    return printable(",".join(record.models))
 
 
 def _limits(limits: KeyLimits) -> str:
     set_ones = [f"{getattr(limits, name):,} {text}" for name, text in _LIMITS.items() if getattr(limits, name)]
     return ", ".join(set_ones) or "-"
-
-
-def _printable(text: str) -> str:
-    """Returns a text that can't move a terminal's cursor."""
-    return "".join(char if char.isprintable() else "?" for char in text)

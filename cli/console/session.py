@@ -17,6 +17,8 @@ from tokenbus.protocol.wire import errors
 MODEL = Flag("--model -m", arguments.NAME, "the served model", unset="the only one that can do it")
 EXIT_INTERRUPTED = 130
 _CONNECT_TIMEOUT_S = 2.0
+_DENIED = "permissions violation"
+"""In the broker's error where its permissions forbid a subject, in small letters."""
 
 
 def with_client(options: argparse.Namespace, command: Callable[[WireClient], Awaitable[int]]) -> int:
@@ -32,7 +34,8 @@ def with_client(options: argparse.Namespace, command: Callable[[WireClient], Awa
             try:
                 return await command(client)
             except errors.RequestError as error:
-                return await print_request_error(client, getattr(options, "model", None), error.error)
+                told = with_hint(options, error.error)
+                return await print_request_error(client, getattr(options, "model", None), told)
 
     try:
         return asyncio.run(run())
@@ -42,6 +45,15 @@ def with_client(options: argparse.Namespace, command: Callable[[WireClient], Awa
         return EXIT_INTERRUPTED
     except (ConnectionError, ValueError) as error:
         return print_error(str(error))
+
+
+def with_hint(options: argparse.Namespace, error: errors.Error) -> errors.Error:
+    """Returns an error with what to try, if the broker's permissions are the reason for it."""
+    if _DENIED not in error.message.lower():
+        return error
+    tenant = options.nats_user or "operator"
+    hint = f"; this user may not ask as {options.tenant}: pass the tenant that it may, such as --tenant {tenant}"
+    return error if tenant == options.tenant else msgspec.structs.replace(error, message=error.message + hint)
 
 
 async def model_of(options: argparse.Namespace, client: WireClient, feature: str = "") -> str:
@@ -82,4 +94,4 @@ def decode_utf8(data: bytes, source: str) -> str:
 
 def printable(text: str) -> str:
     """Returns a text, which somebody else has chosen, without what a terminal could take for a command."""
-    return text if text.isprintable() else ascii(text)[1:-1]
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)

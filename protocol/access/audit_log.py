@@ -63,10 +63,6 @@ class AuditLog(StreamContents):
         """`prefix` is that of all subjects."""
         super().__init__(connection, bucket_name(prefix, _NAME), f"{prefix}.{_NAME}.")
 
-    @property
-    def is_reachable(self) -> bool:
-        return self._connection.is_connected
-
     async def create(self, settings: AuditSettings) -> bool:
         """Makes the stream, unless it is there; nobody can take single records out of it. Returns whether it keeps what
         the settings say. Raises BucketError."""
@@ -146,7 +142,7 @@ class AuditWriter:
         stored all the same are not stored twice."""
         batch = [self._queue[index] for index in range(min(_AT_ONCE, len(self._queue)))]
         try:
-            if not self._audit.is_reachable:  # what is sent now would wait before the answers to clients
+            if not self._audit.is_reachable:
                 raise BucketError("the broker can't be reached")
             if not self._is_made:
                 await self._make()

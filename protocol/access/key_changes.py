@@ -1,7 +1,8 @@
 """Changes of keys that are stored already. Each is tried again if somebody else has changed the key meanwhile, so that
 of a revocation and a rotation at the same time the revocation always holds."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import msgspec
 
@@ -32,6 +33,28 @@ async def change(store: KeyStore, key_id: str, edit: Callable[[KeyRecord], KeyRe
             continue
         return edited
     raise KeyConflictError(f"the key {key_id} is changed all the time: try again")
+
+
+def changed(record: KeyRecord, fields: Mapping[str, Any], limits: Mapping[str, int], now: float) -> KeyRecord:
+    """Returns the record with these fields and limits replaced; those that are not named stay.
+
+    Raises ValueError if the key is revoked, or would end before it begins."""
+    if record.revoked_at is not None:
+        raise ValueError(f"the key {record.id} {record.problem_at(now)}: create another one")
+    edited = msgspec.structs.replace(record, **fields, limits=msgspec.structs.replace(record.limits, **limits))
+    if edited.expires_at is not None and edited.expires_at <= edited.not_before:
+        raise ValueError(f"the key {record.id} would expire before it becomes valid")
+    return edited
+
+
+def differences(before: KeyRecord, after: KeyRecord) -> dict[str, Any]:
+    """Returns the fields and limits that differ, by name, as they are afterwards."""
+    return {
+        name: getattr(later, name)
+        for earlier, later in ((before, after), (before.limits, after.limits))
+        for name in later.__struct_fields__
+        if name != "limits" and getattr(earlier, name) != getattr(later, name)
+    }
 
 
 def revoked(record: KeyRecord, now: float) -> KeyRecord:

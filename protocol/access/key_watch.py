@@ -5,6 +5,7 @@ import contextlib
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import structlog
 from nats.aio.msg import Msg
@@ -20,6 +21,17 @@ _INTERVAL_S = 1.0
 _AGAIN_S = (0.02, 0.05, 0.1, 0.2)
 """Pauses after each time that it is asked because a put was heard. That may be a moment before the broker has stored
 it, so that it is asked again; it is never asked more often, however many puts are heard."""
+
+
+_LAG_S = 5.0
+"""The longest that a broker of the cluster may take to learn of a put."""
+
+
+class _Refreshed(NamedTuple):
+    is_changed: bool
+    """Whether the store has changed."""
+    is_complete: bool
+    """Whether all of it is known now."""
 
 
 class KeyWatch:
@@ -38,7 +50,11 @@ class KeyWatch:
 
     async def open(self) -> None:
         """Loads the keys once, if the store can be reached."""
-        await self._ask()
+        for pause_s in (*_AGAIN_S, 0.0):
+            await self._ask()
+            if self._is_failing or not self.ring.is_silent(self._clock()):
+                break
+            await asyncio.sleep(pause_s)
 
     async def watch(self) -> None:
         """Keeps the ring up to date until cancelled."""
@@ -56,9 +72,9 @@ class KeyWatch:
 
     async def _ask(self) -> bool:
         """Returns whether there was something new."""
-        asked_at, is_changed = self._clock(), False
+        asked_at, found = self._clock(), _Refreshed(is_changed=False, is_complete=False)
         try:
-            is_changed = await self._refresh()
+            found = await self._refresh()
         except (BucketError, KeyStoreError) as error:
             if not self._is_failing:
                 self._log.warning("keys_unreachable", error=str(error), num_known=len(self.ring))
@@ -67,12 +83,12 @@ class KeyWatch:
             if self._is_failing:
                 self._log.info("keys_reachable", num_known=len(self.ring))
             self._is_failing = False
-            self.ring.heard(asked_at)
-        return is_changed
+            if found.is_complete:
+                self.ring.heard(asked_at)
+        return found.is_changed and found.is_complete
 
-    async def _refresh(self) -> bool:
-        """Brings the ring up to date; returns whether the store has changed and all of it was read. Raises
-        BucketError, KeyStoreError."""
+    async def _refresh(self) -> "_Refreshed":
+        """Brings the ring up to date. Raises BucketError, KeyStoreError."""
         raise NotImplementedError
 
     def _replace_all(self, found: LoadedKeys) -> None:
@@ -97,7 +113,11 @@ class KeyWatch:
 
 
 class BucketKeyWatch(KeyWatch):
-    """Watches a bucket. Its puts are heard as they are published, which only wakes this up: what counts is read."""
+    """Watches a bucket. Its puts are heard as they are published, which only wakes this up: what counts is read.
+
+    In a cluster, the broker whose answer is read may lag behind the one that tells the last revision: then there is
+    more to come, and what is known does not count as confirmed. After `_LAG_S` the last revision is one that was
+    purged."""
 
     def __init__(
         self, connection: Connection, bucket: Bucket, ring: KeyRing, clock: Callable[[], float] = time.monotonic
@@ -105,7 +125,8 @@ class BucketKeyWatch(KeyWatch):
         super().__init__(ring, clock)
         self._connection = connection
         self._bucket = bucket
-        self._known = BucketState("", 0)
+        self._known = self._told = BucketState("", 0)
+        self._told_since = 0.0
 
     async def open(self) -> None:
         await self._connection.subscribe(f"$KV.{self._bucket.name}.>", self._hear)
@@ -114,12 +135,17 @@ class BucketKeyWatch(KeyWatch):
     def _hear(self, message: Msg) -> None:
         self._changed.set()
 
-    async def _refresh(self) -> bool:
-        state = await self._bucket.state()
+    async def _refresh(self) -> _Refreshed:
+        state, now = await self._bucket.state(), self._clock()
         if state == self._known:
-            return False
+            return _Refreshed(is_changed=False, is_complete=True)
+        if state != self._told:
+            self._told, self._told_since = state, now
+        is_settled = now - self._told_since >= _LAG_S
         if state.created != self._known.created or state.last_revision < self._known.last_revision:
             changes = await self._bucket.changes()  # another bucket of the same name
+            if changes.last_revision < state.last_revision and not is_settled:
+                return _Refreshed(is_changed=True, is_complete=False)
             self._problems.clear()
             self._replace_all(loaded(changes.entries))
         else:
@@ -133,7 +159,7 @@ class BucketKeyWatch(KeyWatch):
                 for name, problem in found.problems.items():
                     self._show_problem(name, problem)
         self._known = BucketState(state.created, changes.last_revision)
-        return self._known == state  # or a broker of the cluster that lags has answered: there is more to come
+        return _Refreshed(is_changed=True, is_complete=changes.last_revision >= state.last_revision or is_settled)
 
 
 class FileKeyWatch(KeyWatch):
@@ -144,14 +170,14 @@ class FileKeyWatch(KeyWatch):
         self._keys = FileKeys(path)
         self._known: tuple[int, int, int] | None = None
 
-    async def _refresh(self) -> bool:
+    async def _refresh(self) -> _Refreshed:
         try:
             status = self._keys.path.stat()
         except OSError as error:
             raise KeyStoreError(f"{self._keys.path}: {error.strerror}") from error
         known = (status.st_ino, status.st_mtime_ns, status.st_size)
         if known == self._known:
-            return False
+            return _Refreshed(is_changed=False, is_complete=True)
         self._replace_all(await self._keys.load())
         self._known = known
-        return True
+        return _Refreshed(is_changed=True, is_complete=True)

@@ -89,6 +89,11 @@ class StreamContents:
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self._stream}>"
 
+    @property
+    def is_reachable(self) -> bool:
+        """Whether the broker is there; what is sent while it is away waits before the answers to clients."""
+        return self._connection.is_connected
+
     async def _create(self, config: api.StreamConfig) -> api.StreamConfig:
         """Makes the stream, unless it is there: then it stays as it is. A cluster that can keeps three copies of it, so
         that it outlives each of its brokers. Returns how it is configured. Raises BucketError."""

@@ -79,6 +79,7 @@ class Connection:
         self._client.may_write = lambda: self.guard()
         self._client.on_reconnect_failed = self._reconnect_failed
         self._closed_for_good = asyncio.Event()
+        self._last_error = ""
         self.is_closing = False
         self.reconnected_at = -math.inf
         self.on_permissions_violation: Callable[[str], None] = lambda words: None
@@ -255,7 +256,9 @@ class Connection:
 
     async def _error(self, error: Exception) -> None:
         words = str(error) or type(error).__name__
-        self._log.warning("nats_error", error=words)
+        if self.is_connected or words != self._last_error:  # each attempt to reconnect fails for the same reason
+            self._log.warning("nats_error", error=words)
+        self._last_error = words
         if "permissions violation" in words.lower():
             self._call(lambda: self.on_permissions_violation(words), "denied")
 
@@ -265,7 +268,7 @@ class Connection:
             self._log.warning("nats_disconnected")
 
     async def _reconnected(self) -> None:
-        self.reconnected_at = time.monotonic()
+        self.reconnected_at, self._last_error = time.monotonic(), ""
         self._log.info("nats_reconnected")
         self._call(self.on_reconnect, "reconnect")
 

@@ -18,7 +18,7 @@ LIMIT_S = 2.0
 """The longest acceptable interval: with two missed PINGs, a frozen router is dropped within six seconds."""
 _PATIENCE_S = 6.0
 """A broker sends the first PING at most two seconds after a connect, regardless of its interval."""
-_SILENT: dict[str, Any] = {"ping_interval": 3_600, "max_reconnect_attempts": 0}
+_SILENT: dict[str, Any] = {"ping_interval": 3_600, "allow_reconnect": False}
 
 
 class _Listener(HardenedClient):
@@ -42,7 +42,8 @@ async def ping_interval_s(settings: BusSettings) -> float | None:
     client = _Listener(settings)
     try:
         async with asyncio.timeout(settings.connect_timeout_s):
-            await client.connect(name="tokenbus ping probe", **settings.server_options, **OPTIONS | _SILENT)
+            settled = settings.server_options | OPTIONS | _SILENT
+            await client.connect(name="tokenbus ping probe", error_cb=_ignore, **settled)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_PATIENCE_S):
                 await client.is_pinged_twice.wait()
@@ -50,6 +51,10 @@ async def ping_interval_s(settings: BusSettings) -> float | None:
         await client.close()
     first, *rest = client.pinged_at or [0.0]
     return rest[0] - first if rest else None
+
+
+async def _ignore(error: Exception) -> None:
+    """A broker that goes away meanwhile is told by the process's own connection, in place of nats-py's tracebacks."""
 
 
 async def warn_if_slow(settings: BusSettings) -> None:

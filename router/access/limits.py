@@ -247,7 +247,7 @@ class Limits:
                 del self.slots[idle]
                 self._clients.clear()
             slots = self.slots[account] = SlotShare(limit)
-        slots.limit = limit
+        slots.set_limit(limit)
         return account, slots
 
     def _open(self, client: _Client, now: float) -> None:

@@ -74,6 +74,12 @@ class SlotShare:
     def __repr__(self) -> str:
         return f"<SlotShare {self.num_open} of {self.held}, {self.limit} in all>"
 
+    def set_limit(self, limit: int) -> None:
+        """Changes the limit. Slots that are held beside those in use are given up, since there may be fewer now."""
+        if limit != self.limit:
+            self.limit, self.full_until, self._spare = limit, 0.0, min(self._spare, limit)
+            self.held = min(self.held, self.num_open)
+
     def expire(self, now: float) -> None:
         if now >= self.until:
             self.held = 0

@@ -83,7 +83,7 @@ class WindowShare:
 
     def __init__(self, limit: float, seconds: float) -> None:
         self.seconds = seconds
-        self.set_limit(limit)
+        self.limit = self.capacity = 0.0
         self.window = -1
         self.begins_at = self.ends_at = 0.0
         """Unix times of the window's beginning and end."""
@@ -106,11 +106,21 @@ class WindowShare:
         self.number = 0
         self.asked_at: float | None = None
         """When a lease was asked for that has not been answered."""
+        self.set_limit(limit)
 
     def __repr__(self) -> str:
         return f"<WindowShare {self.spent:g} of {self.granted:g} in window {self.window}, {self.capacity:g} in all>"
 
     def set_limit(self, limit: float) -> None:
+        """Changes the limit, from now on and not only from the next window on, which may begin tomorrow. What is left
+        of a share of a higher limit is given up; what was spent counts."""
+        if limit == self.limit:
+            return
+        if self.is_shared_out:
+            self.granted, self.is_shared_out = self.leased, False
+        elif limit < self.limit:
+            self.granted = min(self.granted, self.spent)
+        self.is_full = False
         self.limit = limit
         self.capacity = limit if self.seconds == DAY_S else limit * self.seconds / _MINUTE_S
         """The amount that the limit allows in one window."""

@@ -105,6 +105,8 @@ class UsageWriter:
     async def save(self) -> None:
         """Writes all that has changed; what can't be written stays for the next time."""
         try:
+            if not self._bucket.is_reachable:
+                raise BucketError("the broker can't be reached")
             if time.monotonic() - self._checked_at >= _CHECK_INTERVAL_S:
                 await self._check_bucket()
             unsaved = self.counters.unsaved()

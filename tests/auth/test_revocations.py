@@ -14,7 +14,7 @@ from tokenbus.auth.callout_metrics import CalloutMetrics
 from tokenbus.auth.revocations import Revocations
 from tokenbus.protocol.access import keys
 from tokenbus.protocol.access.key_ring import KeyRing
-from tokenbus.protocol.access.keys import KeyRecord
+from tokenbus.protocol.access.keys import KeyLimits, KeyRecord
 from tokenbus.protocol.bus.bus import Callback
 from tokenbus.protocol.wire.subjects import DEFAULT_PREFIX
 
@@ -124,7 +124,9 @@ async def test_a_bus_that_takes_nothing_ends_nothing(scene: Scene) -> None:
 
 async def test_connections_are_looked_for_only_after_changes_that_take_rights_away(scene: Scene) -> None:
     lost = scene.revocations
-    scene.ring.put(msgspec.structs.replace(RECORD, name="other"))
+    scene.ring.put(msgspec.structs.replace(RECORD, name="other", limits=KeyLimits(max_tokens=1)))
     assert "0 to look for" in repr(lost)
-    scene.ring.put(msgspec.structs.replace(RECORD, revoked_at=1.0))
+    scene.ring.put(msgspec.structs.replace(RECORD, models=("demo",)))
     assert "1 to look for" in repr(lost)
+    scene.bus.answer([{"cid": 3, "authorized_user": USER}])
+    assert scene.bus.asked() == [("NS.KICK", {"cid": 3})], "it has the rights of the models that the key had"

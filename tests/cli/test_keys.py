@@ -101,6 +101,22 @@ def test_a_key_is_revoked_once_and_a_rotation_does_not_bring_it_back(run: Comman
         options.run(options)
 
 
+def test_a_change_leaves_what_it_does_not_name_and_says_what_is_other_now(run: Commands) -> None:
+    limits = ["--max-tokens", "5", "--requests-per-minute", "60"]
+    key = run("create", "--models", "a", "--name", "app", "--expires", "2090-01-01", *limits).strip()
+    before = shown(run, key)
+    after = json.loads(run("change", str(keys.id_of(key)), "--max-tokens", "0", "--role", "viewer", "--json"))
+    assert "has other role, max_tokens" in run.said
+    kept = {name: value for name, value in before.items() if name not in ("limits", "role")}
+    assert {name: after[name] for name in kept} == kept
+    assert (after["role"], after["limits"]["max_tokens"], after["limits"]["requests_per_minute"]) == ("viewer", 0, 60)
+    assert shown(run, key) == after
+    run("change", str(keys.id_of(key)), "--expires", "never", "--models", "*")
+    assert (shown(run, key)["expires_at"], shown(run, key)["models"]) == (None, ["*"])
+    run("change", str(keys.id_of(key)), "--models", "*")
+    assert "has all of this already" in run.said
+
+
 def test_a_person_is_asked_before_a_key_is_revoked(run: Commands, monkeypatch: pytest.MonkeyPatch) -> None:
     key = run("create", "--name", "precious").strip()
     with pytest.raises(ValueError, match="revoke needs --yes"):
@@ -152,12 +168,19 @@ def test_the_beginning_of_several_ids_is_refused_with_these(run: Commands) -> No
         (["create", "--expires", "1d", "--not-before", "2d"], "--expires must be later than --not-before"),
         (["create", "--models", ""], "--models must be a pattern of 1 to 128 bytes"),
         (["create", "--tenant", "x" * 200], "--tenant must be a name of 1 to 128 bytes"),
+        (["create", "--tenant", "a b>"], r"--tenant must be a name of 1 to 128 bytes without spaces, \* and >"),
+        (["create", "--models", "chat-["], r"--models must be a pattern .* such as chat-\* or chat-\[ab\]"),
+        (["change", "abc"], "change takes at least one option of what is to change"),
+        (["change", "abc", "--tenant", "b"], "not of change: a key's tenant never changes"),
+        (["change", "abc", "--expires", "2020-01-01"], "--expires must be in the future, got 2020-01-01"),
+        (["change", "--name", "x"], "change takes the id of a key, got none"),
+        (["rotate", "abc", "--max-tokens", "1"], "--max-tokens is an option of `tokenbus keys create`, not of rotate"),
         (["create", "--name", "\x1b[2J"], "--name must be at most 200 printable characters"),
         (["create", "abc"], "create takes no further arguments, got abc"),
         (["list", "--grace", "1d"], "--grace is an option of `tokenbus keys rotate`, not of list"),
         (["show"], "show takes the id of a key, got none"),
         (["rotate", "abc", "def"], "rotate takes the id of a key, got abc def"),
-        (["remove"], "must be create, list, show, revoke or rotate, got remove"),
+        (["remove"], "must be create, list, show, change, revoke or rotate, got remove"),
     ],
 )
 def test_a_mistake_is_named_with_what_is_allowed(run: Commands, arguments: list[str], problem: str) -> None:

@@ -75,6 +75,28 @@ async def test_a_revocation_holds_if_a_rotation_was_faster() -> None:
     assert store.record == revoked
 
 
+async def test_of_two_changes_at_once_both_are_made_and_a_revoked_key_gets_none() -> None:
+    _, record = made()
+    store = SlowStore(record)
+
+    def changed(one: KeyRecord, **fields: object) -> KeyRecord:
+        return key_changes.changed(one, fields, {}, NOW)
+
+    async def rename() -> None:
+        await key_changes.change(store, record.id, lambda one: changed(one, name="other"))
+
+    store.meanwhile.append(rename)
+    limited = await key_changes.change(
+        store, record.id, lambda one: key_changes.changed(one, {}, {"max_tokens": 7}, NOW)
+    )
+    assert (limited.name, limited.limits.max_tokens, limited.hash) == ("other", 7, record.hash)
+    assert key_changes.differences(record, limited) == {"name": "other", "max_tokens": 7}
+    with pytest.raises(ValueError, match="has been revoked"):
+        changed(key_changes.revoked(record, NOW), expires_at=None)
+    with pytest.raises(ValueError, match="would expire before it becomes valid"):
+        changed(changed(record, not_before=NOW + 9), expires_at=NOW + 9)
+
+
 async def test_a_rotation_keeps_one_old_secret_for_the_grace_and_an_expired_key_gets_none() -> None:
     first, record = made(expires_at=NOW + 100)
     second, third = keys.new_key(record.id), keys.new_key(record.id)

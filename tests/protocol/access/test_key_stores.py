@@ -15,9 +15,9 @@ from tests.protocol.access.test_keys import made
 from tokenbus.protocol.access.key_ring import KeyProblem, KeyRefusedError, KeyRing
 from tokenbus.protocol.access.key_stores import BucketKeys, FileKeys, KeyConflictError, KeyStore, KeyStoreError
 from tokenbus.protocol.access.key_watch import BucketKeyWatch, FileKeyWatch, KeyWatch
-from tokenbus.protocol.access.keys import KeyRecord
+from tokenbus.protocol.access.keys import KeyRecord, NewKey
 from tokenbus.protocol.bus import connection as nats
-from tokenbus.protocol.bus.bucket import Bucket, BucketState
+from tokenbus.protocol.bus.bucket import Bucket, BucketState, Changes
 
 _names = (f"bucket_{number}" for number in itertools.count())
 
@@ -168,6 +168,48 @@ async def test_a_file_of_keys_is_its_owners_alone(tmp_path: Path) -> None:
     store.path.chmod(0o640)
     with pytest.raises(KeyStoreError, match="chmod 600"):
         await store.load()
+
+
+class LaggingBucket(Bucket):
+    """A bucket whose answers come from a broker that knows it only up to a revision."""
+
+    def __init__(self, connection: nats.Connection, name: str) -> None:
+        super().__init__(connection, name)
+        self.known = 0
+
+    async def changes(self, after: int = 0, keys: str = ">") -> Changes:
+        entries = [one for one in (await super().changes(after, keys)).entries if one.revision <= self.known]
+        return Changes(entries, entries[-1].revision if entries else after)
+
+
+async def test_what_a_lagging_broker_tells_does_not_count_as_all_keys(jetstream: nats.Connection) -> None:
+    bucket = LaggingBucket(jetstream, next(_names))
+    store, ring = BucketKeys(bucket), KeyRing()
+    await store.create()
+    (first, one), (second, other) = made(), made()
+    await store.add(one)
+    await store.add(other)
+
+    def problem_of(key: NewKey) -> KeyProblem:
+        with pytest.raises(KeyRefusedError) as refused:
+            ring.find(key.text, 0.0, now)
+        return refused.value.problem
+
+    now = 0.0
+    bucket.known = 1
+    watch = BucketKeyWatch(jetstream, bucket, ring, lambda: now)
+    await watch.open()
+    assert [problem_of(key) for key in (first, second)] == [KeyProblem.UNAVAILABLE] * 2
+    bucket.known = 2
+    await watch.open()
+    assert {record.id for record in ring} == {one.id, other.id}
+    await store.replace(msgspec.structs.replace(other, revoked_at=1.0), "2")
+    now = 4.0
+    await watch.open()
+    assert ring.silent_s(now) == 4.0, "there is a change that is not known"
+    now = 9.0
+    await watch.open()
+    assert ring.silent_s(now) == 0.0, "the last revision was purged"
 
 
 async def test_a_put_that_is_heard_before_the_broker_has_stored_it_is_read_all_the_same(

@@ -11,6 +11,7 @@ from tests.router.access.quota_world import ADDRESS, KEY_ID, QuotaWorld
 from tests.sim.world import world
 from tokenbus.protocol.access.keys import KeyLimits
 from tokenbus.router.access.limits import Account, TenantLimits
+from tokenbus.router.access.slots import SlotShare
 from tokenbus.router.access.windows import DAY_S, WINDOW_S, Record, WindowShare
 
 _SHORT = 12
@@ -108,6 +109,43 @@ def test_whatever_happens_a_day_s_limit_is_exceeded_by_a_request_each_and_that_o
         assert sum(made.tokens.values()) <= DAY_LIMITS.tokens_per_day + LARGEST * num_seen
         assert made.most_open <= 2 * DAY_LIMITS.concurrency
         assert all(not router.process.faults for router in made.routers)
+
+
+@pytest.mark.parametrize("has_bucket", [True, False])
+def test_a_changed_limit_counts_at_once_and_not_from_the_next_day_on(has_bucket: bool) -> None:
+    share, record, used = WindowShare(100, DAY_S), None, []
+    share.roll(0.0)
+    for limit in (100, 300, 200, 1_000):
+        share.set_limit(limit)
+        while not share.is_full or share.rest > 0:
+            if share.rest > 0:
+                share.charge(1)
+            elif has_bucket:
+                leased = share.lease(record, "r1", 1)
+                assert leased is not None
+                share.take(leased)
+                record = leased.record
+            else:
+                share.share_out(1, 0.0)
+        used.append(share.spent)
+    assert used == [100, 300, 300, 1_000]
+
+
+def test_a_lowered_limit_ends_what_was_leased_of_the_higher_one() -> None:
+    share = WindowShare(1_000_000, DAY_S)
+    share.roll(0.0)
+    leased = share.lease(None, "r1", 1)
+    assert leased is not None
+    share.take(leased)
+    share.charge(10)
+    assert share.rest > 900
+    share.set_limit(100)
+    assert share.rest == 0
+    slots = SlotShare(100)
+    slots.take(slots.lease(None, "r1", 1, 0.0), 0.0)
+    slots.share_out(1, 0.0)
+    slots.set_limit(2)
+    assert not slots.has_room
 
 
 def test_open_requests_of_all_routers_together_stay_within_a_limit() -> None:
