@@ -12,6 +12,8 @@ FLOOD = "flood"
 BAD_REQUEST = "bad_request"
 CHANGED = "changed"
 RENEWAL = "renewal"
+TOO_MANY = "too_many"
+"""The key has as many connections as it may have."""
 
 
 class CalloutMetrics(MetricFamilies):
@@ -21,8 +23,8 @@ class CalloutMetrics(MetricFamilies):
         self.connects = Counter(
             f"{_P}_connects",
             "Connects that brokers have asked about: allowed, or the reason of the refusal (invalid, not_valid_now, "
-            "unavailable, no_key, not_a_client; flood: too many refusals at once, left unanswered; bad_request: no "
-            "question of a broker).",
+            "unavailable, no_key, not_a_client; too_many: the key has all connections that it may have; flood: too "
+            "many refusals at once, left unanswered; bad_request: no question of a broker).",
             ("outcome",),
         )
         self.seconds = Histogram(
@@ -30,8 +32,9 @@ class CalloutMetrics(MetricFamilies):
         )
         self.kicks = Counter(
             f"{_P}_kicks",
-            "Connections that this service has closed: changed (their key no longer gives them their rights) or "
-            "renewal (they would soon have ended by themselves).",
+            "Connections that this service has closed: changed (their key no longer gives them their rights) "
+            "too_many (the newest beyond those that their key may have) or renewal (they would soon have ended by "
+            "themselves).",
             ("reason",),
         )
         self.known_keys = Gauge(f"{_P}_known_keys", "Keys that this process knows.")
@@ -41,8 +44,8 @@ class CalloutMetrics(MetricFamilies):
         )
         for outcome in (STORED, LOST):  # export 0, or the first increase of each would be missed
             self.audit_records.labels(outcome)
-        outcomes = (*KeyProblem, ALLOWED, NO_KEY, NOT_A_CLIENT, FLOOD, BAD_REQUEST)
+        outcomes = (*KeyProblem, ALLOWED, NO_KEY, NOT_A_CLIENT, TOO_MANY, FLOOD, BAD_REQUEST)
         for outcome in outcomes:  # export 0, or the first increase of each would be missed
             self.connects.labels(outcome)
-        for reason in (CHANGED, RENEWAL):
+        for reason in (CHANGED, TOO_MANY, RENEWAL):
             self.kicks.labels(reason)

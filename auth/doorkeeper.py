@@ -1,21 +1,18 @@
 """Answers brokers that ask whether a client may connect."""
 
 import asyncio
-import time
-from collections.abc import Callable
 
 import structlog
 from nats.aio.msg import Msg
 
 from tokenbus.auth import callout_metrics, callout_requests, grants
 from tokenbus.auth.answers import CalloutAnswers
-from tokenbus.auth.callout_metrics import CalloutMetrics
 from tokenbus.auth.callout_requests import BadCalloutError, Callout
+from tokenbus.auth.connection_caps import ConnectionCaps
+from tokenbus.auth.instance import Instance
 from tokenbus.auth.seeds import Seeds
 from tokenbus.protocol.access import keys
-from tokenbus.protocol.access.audit_log import AuditWriter
-from tokenbus.protocol.access.key_ring import KeyRefusedError, KeyRing
-from tokenbus.protocol.bus.bus import Bus
+from tokenbus.protocol.access.key_ring import KeyRefusedError
 
 _SUBJECT = "$SYS.REQ.USER.AUTH"
 _QUEUE = "tokenbus-auth"
@@ -29,33 +26,17 @@ MAX_DELAYED = 1_024
 class Doorkeeper:
     """One of several instances that share the questions of all brokers."""
 
-    def __init__(
-        self,
-        bus: Bus,
-        ring: KeyRing,
-        seeds: Seeds,
-        answers: CalloutAnswers,
-        prefix: str,
-        metrics: CalloutMetrics,
-        now: Callable[[], float] = time.time,
-        clock: Callable[[], float] = time.monotonic,
-        audit: AuditWriter | None = None,
-    ) -> None:
-        """`bus` is a connection to the account that brokers ask in; `prefix` is that of all subjects."""
-        self._audit = audit
-        self._bus = bus
-        self._ring = ring
+    def __init__(self, instance: Instance, seeds: Seeds, answers: CalloutAnswers, caps: ConnectionCaps) -> None:
+        self._own = instance
+        self._bus = instance.brokers.bus
         self._seeds = seeds
         self._answers = answers
-        self._prefix = prefix
-        self._metrics = metrics
-        self._now = now
-        self._clock = clock
+        self._caps = caps
         self._num_delayed = 0
         self._log = structlog.get_logger()
 
     def __repr__(self) -> str:
-        return f"<Doorkeeper {self._ring!r}, {self._num_delayed} refusals wait>"
+        return f"<Doorkeeper {self._own.ring!r}, {self._num_delayed} refusals wait>"
 
     async def open(self) -> None:
         """Begins to answer."""
@@ -66,12 +47,12 @@ class Doorkeeper:
         await self._bus.unsubscribe(self._subscription)
 
     def _receive(self, message: Msg) -> None:
-        began = self._clock()
+        began = self._own.clock()
         sealed_by = (message.headers or {}).get(_XKEY, "")
         try:
-            callout = callout_requests.read(message.data, sealed_by, message.reply, self._seeds, self._now())
+            callout = callout_requests.read(message.data, sealed_by, message.reply, self._seeds, self._own.now())
         except BadCalloutError as error:
-            self._metrics.connects.labels(callout_metrics.BAD_REQUEST).inc()
+            self._own.metrics.connects.labels(callout_metrics.BAD_REQUEST).inc()
             self._log.warning("callout_refused", error=str(error))
             return
         try:
@@ -79,8 +60,8 @@ class Doorkeeper:
         except ValueError as error:  # of a broker's key with which nothing can be sealed
             self._log.warning("callout_refused", error=str(error))
             outcome = callout_metrics.BAD_REQUEST
-        self._metrics.connects.labels(outcome).inc()
-        self._metrics.seconds.observe(self._clock() - began)
+        self._own.metrics.connects.labels(outcome).inc()
+        self._own.metrics.seconds.observe(self._own.clock() - began)
 
     def _answer(self, callout: Callout, reply: str) -> str:
         """Answers, or will; returns the outcome."""
@@ -88,12 +69,15 @@ class Doorkeeper:
             return self._refuse(callout, reply, callout_metrics.NOT_A_CLIENT, "only NATS clients are let in by keys")
         if not callout.key:
             return self._refuse(callout, reply, callout_metrics.NO_KEY, "the client has sent no API key")
-        now = self._now()
+        now = self._own.now()
         try:
-            record = self._ring.find(callout.key, now, self._clock())
+            record = self._own.ring.find(callout.key, now, self._own.clock())
         except KeyRefusedError as error:
             return self._refuse(callout, reply, error.problem, str(error))
-        grant = grants.grant_of(record, keys.digest_of(callout.key), self._prefix)
+        if self._caps.is_full(record):
+            problem = f"the API key {record.id} has the {record.limits.connections} connections that it may have"
+            return self._refuse(callout, reply, callout_metrics.TOO_MANY, problem)
+        grant = grants.grant_of(record, keys.digest_of(callout.key), self._own.prefix)
         self._bus.publish(reply, self._answers.let_in(callout, grant, now))
         self._log.debug("connect_allowed", key_id=record.id, tenant=record.tenant, address=callout.host)
         return callout_metrics.ALLOWED
@@ -104,9 +88,11 @@ class Doorkeeper:
         if self._num_delayed >= MAX_DELAYED:
             return callout_metrics.FLOOD
         # who knows no key could fill the log otherwise
-        if self._audit is not None and (claimed := self._ring.get(key_id)) is not None:
-            self._audit.add("connection", "refused", claimed.tenant, key_id, reason=str(outcome), address=callout.host)
-        answer = self._answers.refuse(callout, reason, self._now())
+        if self._own.audit is not None and (claimed := self._own.ring.get(key_id)) is not None:
+            self._own.audit.add(
+                "connection", "refused", claimed.tenant, key_id, reason=str(outcome), address=callout.host
+            )
+        answer = self._answers.refuse(callout, reason, self._own.now())
         self._num_delayed += 1
         asyncio.get_running_loop().call_later(REFUSAL_DELAY_S, self._send_refusal, reply, answer)
         return outcome

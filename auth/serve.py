@@ -10,8 +10,11 @@ import structlog
 
 from tokenbus.auth import seeds as auth_seeds
 from tokenbus.auth.answers import CalloutAnswers
+from tokenbus.auth.brokers import Brokers
 from tokenbus.auth.callout_metrics import CalloutMetrics
+from tokenbus.auth.connection_caps import ConnectionCaps
 from tokenbus.auth.doorkeeper import Doorkeeper
+from tokenbus.auth.instance import Instance
 from tokenbus.auth.revocations import Revocations
 from tokenbus.auth.seeds import Seeds
 from tokenbus.auth.settings import AuthSettings
@@ -72,11 +75,11 @@ async def answering(
             audit_log.count_records(writer, measured.audit_records)
         watch = settings.key_settings.watch(connection, prefix)
         await watch.open()
-        revocations = Revocations(system, watch.ring, account, prefix, measured, audit=writer)
+        instance = Instance(Brokers(system, account), watch.ring, prefix, measured, writer)
+        revocations, caps = Revocations(instance), ConnectionCaps(instance)
         await revocations.open()
-        doorkeeper = Doorkeeper(
-            system, watch.ring, seeds, CalloutAnswers(seeds, account), prefix, measured, audit=writer
-        )
+        await caps.open()
+        doorkeeper = Doorkeeper(instance, seeds, CalloutAnswers(seeds, account), caps)
         works = (("keys", watch.watch()), ("revocations", revocations.watch()))
         running = [tasks.background(name, work) for name, work in works]
         await doorkeeper.open()

@@ -25,7 +25,8 @@ from tokenbus.gateway.serving.endpoint import Services
 from tokenbus.gateway.storage.record_store import StorageLimits
 from tokenbus.gateway.storage.records import Records
 from tokenbus.protocol import tasks
-from tokenbus.protocol.access import usage_store
+from tokenbus.protocol.access import audit_log, usage_store
+from tokenbus.protocol.access.audit_log import AuditWriter
 from tokenbus.protocol.access.keys import KeyRecord
 from tokenbus.protocol.access.usage_store import UsageStore
 from tokenbus.protocol.bus import connection as nats
@@ -67,7 +68,12 @@ async def serve(settings: GatewaySettings, read_settings: Callable[[], GatewaySe
             await watch.open()
             stack.callback(tasks.background("watch keys", watch.watch()).cancel)
         ring = None if watch is None else watch.ring
-        tenants = Tenants(client, settings, Callers(settings.api_keys, ring, measured, _tokens(settings)))
+        audit: AuditWriter | None = None
+        if settings.audit_settings.audit:
+            writing = audit_log.writing(connection, settings.prefix, settings.audit_settings)
+            audit = await stack.enter_async_context(writing)
+            audit_log.count_records(audit, measured.audit_records)
+        tenants = Tenants(client, settings, Callers(settings.api_keys, ring, measured, _tokens(settings), audit))
         stack.callback(tasks.background("release tenants", tenants.tend()).cancel)
         storage = StorageLimits(settings.stored_responses_s, settings.stored_responses_bytes)
         records = await Records.open(connection, settings.prefix, storage, measured)

@@ -2,7 +2,7 @@
 
 import argparse
 
-from tokenbus.cli.console import config, connection_flags, key_flags, serve
+from tokenbus.cli.console import audit_flags, config, connection_flags, key_flags, serve
 from tokenbus.cli.console.arguments import COUNT, INTERVAL, NAME, PORT, SECONDS, SWITCH, URL, real, text, whole
 from tokenbus.cli.console.flags import Parser, fields_of
 from tokenbus.gateway.admission import keys
@@ -31,6 +31,7 @@ def add_flags(parser: Parser) -> None:
     flag("--tenant-inbox", text("PREFIX"), inbox, unset="--nats-inbox")
     flag = key_flags.add_flags(parser)
     flag("--revoke-ends-streams", SWITCH, "end the open streams of a key that is revoked")
+    audit_flags.add_flags(parser)
     flag = parser.group("OpenID Connect")
     issuer = "issuer whose tokens are taken as keys, e.g. https://login.example.org; needs the extra `oidc`"
     flag("--oidc-issuer", URL, issuer, "")
@@ -81,6 +82,7 @@ def settings_of(options: argparse.Namespace) -> GatewaySettings:
         oidc=OidcSettings(options.oidc_issuer, options.oidc_audience, *claims),
         broker=connection_flags.settings_of(options),
         key_settings=key_flags.settings_of(options),
+        audit_settings=audit_flags.settings_of(options),
         api_keys=keys.ApiKeys(config.api_keys() + options.api_key, anonymous_tenant=options.tenant),
         aliases=Aliases(options.alias, options.default_model),
         allowed_origins=tuple(options.allowed_origin),

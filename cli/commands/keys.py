@@ -93,6 +93,7 @@ def add_flags(parser: Parser) -> None:
     flag("--tokens-per-day", arguments.COUNT, "tokens a day, until midnight UTC")
     flag("--concurrency", arguments.COUNT, "requests that may be open at a time")
     flag("--max-tokens", arguments.COUNT, "largest max_tokens of a request")
+    flag("--connections", arguments.COUNT, "connections to brokers at a time, where `tokenbus auth` runs")
     flag = parser.group(_ROTATE)
     flag("--grace", moments.DURATION, "time for which the old secret stays valid", unset="it is invalid at once")
     flag = parser.group(_REVOKE)

@@ -17,6 +17,7 @@ _LIMITS = {
     "tokens_per_day": "tokens/day",
     "concurrency": "open",
     "max_tokens": "max_tokens",
+    "connections": "connections",
 }
 
 

@@ -185,6 +185,7 @@ _USAGE = (
             Query(rate(f"{_P}_audit_records_total", ROUTER_FILTER, "outcome"), "routers: {{outcome}}"),
             Query(rate("tokenbus_worker_audit_records_total", "", "outcome"), "workers: {{outcome}}"),
             Query(rate("tokenbus_auth_audit_records_total", "", "outcome"), "auth: {{outcome}}"),
+            Query(rate("tokenbus_gateway_audit_records_total", "", "outcome"), "gateways: {{outcome}}"),
         ),
     ),
 )

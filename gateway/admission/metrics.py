@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import structlog
 
+from tokenbus.protocol.access.audit_log import LOST, STORED
 from tokenbus.protocol.access.key_ring import KeyProblem
 from tokenbus.protocol.http.http_server import Disconnect
 from tokenbus.protocol.http.refusals import Reason
@@ -65,6 +66,11 @@ class GatewayMetrics(MetricFamilies):
             "unavailable (the store of keys is), forbidden (its role makes no requests).",
             ("reason",),
         )
+        self.audit_records = Counter(
+            f"{_P}_audit_records", "Records for the audit log, by outcome: stored or lost.", ("outcome",)
+        )
+        for outcome in (STORED, LOST):
+            self.audit_records.labels(outcome)
         for problem in (*KeyProblem, "forbidden"):
             self.keys_refused.labels(problem)
         for reason in Disconnect:  # export 0, or the first increase of each would be missed

@@ -1,6 +1,7 @@
 """Tells callers by the tokens of an OpenID Connect issuer, whose public keys are fetched and kept for an hour."""
 
 import asyncio
+import hashlib
 import json
 import time
 import urllib.request
@@ -28,6 +29,7 @@ _LEAST_INTERVAL_S = 10.0
 _TIMEOUT_S = 5.0
 _MAX_BYTES = 1024 * 1024
 _MAX_KEYS = 64
+_MAX_SUBJECT_CHARS = 64
 _BY_POWER = (Role.OPERATOR, Role.USER, Role.VIEWER)
 
 
@@ -74,7 +76,7 @@ class OidcTokens:
             raise KeyRefusedError(KeyProblem.INVALID, "the token's signature is wrong") from error
         except (jwt.PyJWTError, ValueError) as error:
             _refuse(str(error))
-        return Caller(self._tenant_of(claims), role=self._role_of(claims))
+        return Caller(self._tenant_of(claims), role=self._role_of(claims), actor=_actor_of(claims))
 
     def _tenant_of(self, claims: Mapping[str, Any]) -> str:
         claim = self._settings.tenant_claim
@@ -135,6 +137,14 @@ def _read_keys(entries: list[dict[str, Any]]) -> dict[str, jwt.PyJWK]:
         except jwt.PyJWTError:
             continue
     return keys
+
+
+def _actor_of(claims: Mapping[str, Any]) -> str:
+    """Returns the issuer's name for someone, or a digest of one that is long or moves a cursor."""
+    subject = str(claims.get("sub", ""))
+    if len(subject) <= _MAX_SUBJECT_CHARS and subject.isprintable():
+        return f"oidc:{subject}"
+    return f"oidc:sha256-{hashlib.sha256(subject.encode(errors='surrogatepass')).hexdigest()[:32]}"
 
 
 def _claim(claims: Mapping[str, Any], path: str) -> Any:

@@ -5,6 +5,7 @@ import urllib.parse
 
 from tokenbus.gateway.admission.aliases import Aliases
 from tokenbus.gateway.admission.keys import ApiKeys
+from tokenbus.protocol.access.audit_log import AuditSettings
 from tokenbus.protocol.access.key_source import KeySettings
 from tokenbus.protocol.bus import connection as nats
 from tokenbus.protocol.telemetry import status
@@ -59,6 +60,7 @@ class GatewaySettings:
     """Keys that this gateway alone knows, which have a tenant and nothing else."""
     key_settings: KeySettings = dataclasses.field(default_factory=KeySettings)
     """Where the keys of the whole fleet are."""
+    audit_settings: AuditSettings = dataclasses.field(default_factory=AuditSettings)
     oidc: OidcSettings = dataclasses.field(default_factory=OidcSettings)
     revoke_ends_streams: bool = False
     """End the open streams of a key that is revoked, instead of letting them finish."""

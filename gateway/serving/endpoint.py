@@ -80,7 +80,7 @@ class EndpointApp:
             # around the whole request: draining waits for its end, and the library keeps it until then
             with services.limit.admit(), services.bodies.holding() as held:
                 async with services.tenants.admitted(request) as tenant:
-                    log.tenant, log.key_id = tenant.name, tenant.caller.key_id or None
+                    log.tenant, log.key_id = tenant.name, tenant.caller.key_id or tenant.caller.actor or None
                     span.set_attributes({tracing.KEY_ID: log.key_id})
                     parsed = await self._parse(request, held, log, tenant)
                     await self._answer(parsed, request, tenant, writer, log, span)

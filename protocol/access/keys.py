@@ -59,6 +59,8 @@ class KeyLimits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, f
     """Requests open at the same time."""
     max_tokens: Count = 0
     """The largest `max_tokens` of a request; one that asks for none gets at most this."""
+    connections: Count = 0
+    """Connections to the brokers at the same time, where clients show keys there."""
 
 
 class OldSecret(msgspec.Struct, frozen=True):

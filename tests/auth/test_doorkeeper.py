@@ -9,8 +9,11 @@ from tests.auth.test_callout_requests import REPLY, SEEDS, SERVER_KEY, claims
 from tests.support.recording_bus import RecordingBus
 from tokenbus.auth import doorkeeper, jwt, nats_keys
 from tokenbus.auth.answers import MAX_CONNECTION_S, CalloutAnswers
+from tokenbus.auth.brokers import Brokers
 from tokenbus.auth.callout_metrics import CalloutMetrics
+from tokenbus.auth.connection_caps import ConnectionCaps
 from tokenbus.auth.doorkeeper import MAX_DELAYED, Doorkeeper
+from tokenbus.auth.instance import Instance
 from tokenbus.protocol.access import keys
 from tokenbus.protocol.access.key_ring import KeyRing
 from tokenbus.protocol.access.keys import KeyRecord
@@ -22,6 +25,9 @@ NOW = 1_000.25
 
 
 class AskingBus(RecordingBus):
+    def new_inbox(self) -> str:
+        return "_INBOX_auth.x"
+
     async def subscribe(self, subject: str, callback: Callback, queue: str = "") -> None:
         assert (subject, queue) == ("$SYS.REQ.USER.AUTH", "tokenbus-auth")
         self._callback = callback
@@ -35,8 +41,9 @@ async def opened(**fields: object) -> tuple[AskingBus, CalloutMetrics]:
     bus, ring, measured = AskingBus(), KeyRing(), CalloutMetrics()
     ring.put(KeyRecord(id=MADE.id, hash=MADE.hash, tenant="acme", **fields))  # type: ignore[arg-type]
     ring.heard(0.0)
-    answers = CalloutAnswers(SEEDS, "$G")
-    keeper = Doorkeeper(bus, ring, SEEDS, answers, DEFAULT_PREFIX, measured, lambda: NOW, lambda: 0.0)  # type: ignore[arg-type]
+    brokers = Brokers(bus, "$G")  # type: ignore[arg-type]
+    instance = Instance(brokers, ring, DEFAULT_PREFIX, measured, None, lambda: NOW, lambda: 0.0)
+    keeper = Doorkeeper(instance, SEEDS, CalloutAnswers(SEEDS, "$G"), ConnectionCaps(instance))
     await keeper.open()
     return bus, measured
 

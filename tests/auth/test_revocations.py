@@ -10,7 +10,9 @@ import pytest
 
 from tests.support.recording_bus import RecordingBus
 from tokenbus.auth import grants
+from tokenbus.auth.brokers import Brokers
 from tokenbus.auth.callout_metrics import CalloutMetrics
+from tokenbus.auth.instance import Instance
 from tokenbus.auth.revocations import Revocations
 from tokenbus.protocol.access import keys
 from tokenbus.protocol.access.key_ring import KeyRing
@@ -54,14 +56,9 @@ class Scene:
         self.ring.heard(0.0)
         self.clock = 0.0
         self.metrics = CalloutMetrics()
+        brokers = Brokers(self.bus, "$G")  # type: ignore[arg-type]
         self.revocations = Revocations(
-            self.bus,
-            self.ring,
-            "$G",
-            DEFAULT_PREFIX,
-            self.metrics,
-            lambda: 1e9,
-            lambda: self.clock,  # type: ignore[arg-type]
+            Instance(brokers, self.ring, DEFAULT_PREFIX, self.metrics, None, lambda: 1e9, lambda: self.clock)
         )
 
 

@@ -62,6 +62,7 @@ def test_a_key_has_what_its_flags_say_and_no_list_shows_its_digest(run: Commands
         "tokens_per_day": 9,
         "concurrency": 8,
         "max_tokens": 7,
+        "connections": 3,
     }
     limited = [f"--{name.replace('_', '-')}={number}" for name, number in limits.items()]
     times = ["--expires", "2090-01-01", "--not-before", "2089-12-31"]

@@ -20,7 +20,7 @@ from tests.support.system import System, command
 from tokenbus.client.client import Client
 from tokenbus.client.errors import TokenbusError
 from tokenbus.protocol.access import keys
-from tokenbus.protocol.access.keys import OldSecret, Role
+from tokenbus.protocol.access.keys import KeyLimits, OldSecret, Role
 
 REFUSED = b"-ERR 'Authorization Violation'"
 
@@ -220,6 +220,21 @@ async def test_a_key_is_revoked_on_every_broker_of_a_cluster(tmp_path: Path) -> 
         async with asyncio.timeout(5.0):
             while any(client.is_connected for client in clients):
                 await asyncio.sleep(0.005)
+
+
+async def test_a_key_has_no_more_connections_than_it_may_and_another_once_one_of_them_ends(broker: KeyBroker) -> None:
+    key, record = await broker.new_key(limits=KeyLimits(connections=2))
+    async with broker.auth(), broker.auth(), asyncio.timeout(20.0):
+        clients = [await broker.connect(key, record) for _ in range(4)]
+        while sum(client.is_connected for client in clients) > 2:
+            await asyncio.sleep(0.005)
+        assert [client.is_connected for client in clients] == [True, True, False, False], "the newest are closed"
+        while await is_let_in(broker, key):
+            await asyncio.sleep(0.005)
+        await clients[0].close()
+        while not await is_let_in(broker, key):
+            await asyncio.sleep(0.005)
+        assert clients[1].is_connected
 
 
 async def test_a_stream_survives_the_connections_that_its_key_loses(

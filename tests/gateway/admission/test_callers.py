@@ -30,13 +30,24 @@ def ring_of(*records: KeyRecord) -> KeyRing:
     return ring
 
 
+class Recorded(list[tuple[Any, ...]]):
+    """What is added to the audit log."""
+
+    def add(self, *record: str, **fields: object) -> None:
+        self.append((*record, fields))
+
+
 class Door:
     """The callers of a gateway, at a time that a test sets."""
 
     def __init__(self, *pairs: str, ring: KeyRing | None = None) -> None:
         self.now, self.clock = NOW, 1_000.0
         self.metrics = GatewayMetrics()
-        self.callers = Callers(ApiKeys(pairs), ring, self.metrics, now=lambda: self.now, clock=lambda: self.clock)
+        self.audit = Recorded()
+        audit: Any = self.audit
+        self.callers = Callers(
+            ApiKeys(pairs), ring, self.metrics, None, audit, now=lambda: self.now, clock=lambda: self.clock
+        )
 
     async def caller(self, key: str) -> Caller:
         return await self.callers.identify({"authorization": f"Bearer {key}"})
@@ -155,3 +166,22 @@ def test_the_tenants_are_those_of_all_keys() -> None:
     assert Door("key=c", ring=ring_of(one)).callers.tenants == {"a", "c"}
     assert Door(ring=ring_of()).callers.tenants == {"default"}
     assert Door().callers.tenants == {"default"}
+
+
+async def test_refusals_of_known_keys_are_in_the_audit_log_a_few_of_each_and_of_no_others() -> None:
+    (text, record), (looking, viewer) = made(), made(role=Role.VIEWER)
+    door = Door(ring=ring_of(record, viewer))
+    wrong = f"{text[:14]}{'A' * 43}"
+    for key in (wrong, wrong, f"tb_aaaaaaaaaa_{'x' * 43}", None, "sk-x"):
+        await door.refusal(key)
+    with pytest.raises(ApiError):
+        door.callers.check_requests(await door.caller(looking))
+    door.clock += 10.0
+    door.callers.ring.heard(door.clock)  # type: ignore[union-attr]
+    await door.refusal(wrong)
+    assert door.audit == [
+        ("connection", "refused", "acme", record.id, {"reason": "invalid", "over": "http", "count": 1}),
+        ("connection", "refused", "acme", viewer.id, {"reason": "forbidden", "over": "http", "count": 1}),
+        ("connection", "refused", "acme", record.id, {"reason": "invalid", "over": "http", "count": 2}),
+    ]
+    assert text not in repr(door.audit)

@@ -71,15 +71,17 @@ def token_of(kid: str = "rsa", key: Any = None, algorithm: str = "", **claims: A
 
 async def test_a_token_of_the_issuer_is_a_user_of_the_gateways_tenant() -> None:
     issuer = Issuer()
-    assert await issuer.tokens.caller_of(token_of()) == Caller("default")
-    assert await issuer.tokens.caller_of(token_of(aud=["other", "tokenbus"])) == Caller("default")
+    assert await issuer.tokens.caller_of(token_of()) == Caller("default", actor="oidc:someone")
+    assert await issuer.tokens.caller_of(token_of(aud=["other", "tokenbus"])) == Caller("default", actor="oidc:someone")
     assert issuer.asked == [f"{ISSUER}/.well-known/openid-configuration", f"{ISSUER}/keys"], "once for both"
 
 
 async def test_claims_name_tenant_and_role_also_within_objects_and_lists() -> None:
     issuer = Issuer("resource.tenant", "roles")
     token = token_of(resource={"tenant": "acme"}, roles=["offline_access", "viewer", "operator"])
-    assert await issuer.tokens.caller_of(token) == Caller("acme", role=Role.OPERATOR)
+    assert await issuer.tokens.caller_of(token) == Caller("acme", role=Role.OPERATOR, actor="oidc:someone")
+    long = await issuer.tokens.caller_of(token_of(sub="x" * 65, resource={"tenant": "acme"}, roles=["user"]))
+    assert long.actor == "oidc:sha256-9537c5fdf120482f7d58d25e9ed583f5"
     assert "names no role" in str(await issuer.problem(token_of(resource={"tenant": "acme"}, roles=["admin"])))
     for tenant in (None, 7, "", "x" * 200, {"a": 1}):
         assert "names no tenant" in str(await issuer.problem(token_of(resource={"tenant": tenant}, roles="user")))
@@ -126,7 +128,7 @@ async def test_new_keys_of_the_issuer_are_fetched_at_once_and_it_is_not_asked_fo
         await issuer.problem(token_of("ec"))
     assert len(issuer.asked) == 2
     issuer.clock += 10
-    assert await issuer.tokens.caller_of(token_of("ec")) == Caller("default")
+    assert await issuer.tokens.caller_of(token_of("ec")) == Caller("default", actor="oidc:someone")
     assert (await issuer.problem(token_of("rsa"))).problem is KeyProblem.INVALID, "it is withdrawn"
 
 
@@ -192,7 +194,9 @@ def served() -> Iterator[str]:
 async def test_keys_are_fetched_over_http_within_bounds_and_without_redirects() -> None:
     with served() as url:
         token = token_of(iss=url)
-        assert await OidcTokens(OidcSettings(url, "tokenbus"), "acme").caller_of(token) == Caller("acme")
+        assert await OidcTokens(OidcSettings(url, "tokenbus"), "acme").caller_of(token) == Caller(
+            "acme", actor="oidc:someone"
+        )
         for trap in ("/moved", "/huge"):
             with pytest.raises(KeyRefusedError) as raised:
                 await OidcTokens(OidcSettings(url + trap, "tokenbus"), "acme").caller_of(token)
