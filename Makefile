@@ -5,6 +5,7 @@ ARGS ?=
 KIND ?=
 RUNS ?=
 SEEDS ?=
+OLD ?=
 MINUTES ?= 60
 RUNBOOKS ?=
 BIN := .venv/bin
@@ -14,7 +15,7 @@ READY := .venv/.ready
 unexport PYTHONDONTWRITEBYTECODE
 SPREAD := -n 4 --dist worksteal --ignore tests/laws
 
-.PHONY: up install test test-long durations check conformance console-check hostile chaos architectures architectures-check format bench demo-model dashboards rules clean
+.PHONY: up install test test-long durations check conformance console-check hostile chaos test-upgrade device-check architectures architectures-check format bench demo-model dashboards rules clean
 
 up: $(PRODUCT)
 	@$(BIN)/tokenbus up $(ARGS)
@@ -61,6 +62,15 @@ console-check: $(READY)
 chaos: $(READY)
 	$(BIN)/python -m tests.chaos run --minutes $(MINUTES) $(if $(KIND),--kind $(KIND)) $(if $(RUNS),--runs $(RUNS)) \
 	  $(if $(SEEDS),--seeds $(SEEDS)); status=$$?; $(BIN)/python -m tests.chaos report && exit $$status
+
+# This version and another one side by side, in every mixture of workers, routers and gateways, under streams that must
+# not be cut: OLD=v0.2.0, or any commit.
+test-upgrade: $(READY)
+	$(BIN)/python -m tests.upgrade $(OLD)
+
+# On a machine with an NVIDIA GPU: builds for it, runs contract tests, wire-check and four benchmarks, and writes a report.
+device-check: $(READY)
+	$(BIN)/python -m tools.device_check $(ARGS)
 
 # Tries a tiny random model of every architecture of the built llama.cpp, in about 6 minutes, and writes the table in
 # docs/models.md; some only: ARGS="gemma3 t5". `make architectures-check` is the test that holds the table true.

@@ -5,8 +5,9 @@ import contextlib
 import os
 import signal
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from tests.chaos.plans import Fault
 from tests.support.exact_client import until_ready
@@ -18,6 +19,9 @@ NUM_LANES = 40
 """Requests that a worker can run at the same time: the 32 open ones, and some that their clients have given up."""
 STOP_S = 60.0
 """Time within which a process that is asked to stop must end."""
+LEAVES_S = 1.0
+"""Time from a gateway's last new connection to its stop, as from a load balancer that takes it out first."""
+_READY = {"worker": "engine_ready", "router": "router_ready", "gateway": "gateway_ready"}
 
 
 class Fleet:
@@ -31,14 +35,19 @@ class Fleet:
         step_ms: float,
         kv_tokens: int,
         *,
+        num_gateways: int = 0,
         loses_events: bool = False,
+        pythons: Mapping[str, Path] | None = None,
     ) -> None:
-        """With `loses_events`, some entries of the simulated workers' event logs are lost."""
+        """With `loses_events`, some entries of the simulated workers' event logs are lost. `pythons` are of other
+        versions' environments, by group: `worker`, `router` and `gateway`."""
         self._system = system
+        self._pythons = dict(pythons or {})
         self._num_named: Counter[str] = Counter()
         self._all_workers: list[str] = []
         self.workers = [self._new_name("worker") for _ in range(num_workers)]
         self.routers = [self._new_name("router") for _ in range(2)]
+        self.gateways = [self._new_name("gateway") for _ in range(num_gateways)]
         self._flags = ["--grace-s", "0", "--max-num-seqs", str(NUM_LANES), "--kv-tokens", str(kv_tokens)]
         self._model = demo.MODEL_PATH
         if engine == "sim":
@@ -50,12 +59,12 @@ class Fleet:
         return f"<Fleet {self.routers} {self.workers}>"
 
     async def start(self) -> None:
-        for name in self.routers + self.workers:
+        for name in self.routers + self.workers + self.gateways:
             self._start(name)
 
     async def until_up(self, bare: RawClient) -> None:
         """Waits until every process serves, and a router confirms it of the workers."""
-        for name in self.routers + self.workers:
+        for name in self.routers + self.workers + self.gateways:
             await self._until_serving(name)
         await until_ready(bare, len(self.workers))
 
@@ -95,6 +104,18 @@ class Fleet:
                 raise ValueError(fault.kind)
         return True
 
+    async def change_version(self, group: str, python: Path) -> None:
+        """Replaces the processes of a group, one after another, by those of another version: every second one, and
+        every gateway, once its successor is ready, the others before."""
+        self._pythons[group] = python
+        for number, name in enumerate([*self._group(group)]):
+            await self._replace(name, is_beside=group == "gateway" or number % 2 == 0)
+
+    def gateway_ports(self) -> list[int]:
+        """Returns the ports of the gateways that take requests."""
+        ready = (self._system.logged(name, "gateway_ready") for name in self.gateways)
+        return [urlsplit(str(lines[-1]["url"])).port or 0 for lines in ready if lines]
+
     async def _kill_router_then_worker(self, router: str, between_s: float, open_ids: Callable[[], set[str]]) -> bool:
         """Kills a router, and later the worker that has most of the streams placed by this router."""
         placed = {
@@ -113,11 +134,13 @@ class Fleet:
         """Asks a process to stop, and starts its successor: before that under a new name, or afterwards under the same
         name."""
         if is_beside:
-            group = self.workers if name in self.workers else self.routers
-            successor = self._new_name(name.partition("-")[0])
+            kind = name.partition("-")[0]
+            group, successor = self._group(kind), self._new_name(kind)
             self._start(successor)
             await self._until_serving(successor)
             group[group.index(name)] = successor
+            if kind == "gateway":
+                await asyncio.sleep(LEAVES_S)
         self._system.signal(name, signal.SIGTERM)
         status = await self._system.wait(name, STOP_S)
         if status:
@@ -137,13 +160,20 @@ class Fleet:
         return name
 
     def _start(self, name: str) -> None:
-        if name.startswith("router"):
-            self._system.router(name)
+        group = name.partition("-")[0]
+        python = self._pythons.get(group)
+        if group == "router":
+            self._system.router(name, python=python)
+        elif group == "gateway":
+            self._system.gateway(name, python=python)
         else:
-            self._system.worker(name, *self._flags, model=self._model)
+            self._system.worker(name, *self._flags, model=self._model, python=python)
+
+    def _group(self, kind: str) -> list[str]:
+        return {"worker": self.workers, "router": self.routers, "gateway": self.gateways}[kind]
 
     async def _until_serving(self, name: str) -> None:
-        await self._system.until_logged(name, "router_ready" if name.startswith("router") else "engine_ready")
+        await self._system.until_logged(name, _READY[name.partition("-")[0]])
 
     def _pids(self, worker: str, part: str) -> list[int]:
         front, *engine = self._system.family(worker)

@@ -8,7 +8,7 @@ import os
 import random
 import subprocess
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -53,6 +53,9 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     """Whether some entries of the simulated workers' event logs are lost."""
     cancels: float = 0.0
     """The share of the library's streams that are cancelled before their end."""
+    num_gateways: int = 0
+    num_http: int = 0
+    """Streams from the gateways, in addition to the others."""
 
 
 def setup_of(kind: str, seed: int) -> Setup:
@@ -70,39 +73,64 @@ class Site:
     """A running system on which faults are carried out; `started` yields one."""
 
     def __init__(
-        self, setup: Setup, fleet: Fleet, bare: RawClient, client: WireClient, witness: Router, texts: list[Expected]
+        self,
+        setup: Setup,
+        url: str,
+        fleet: Fleet,
+        bare: RawClient,
+        client: WireClient,
+        witness: Router,
+        texts: list[Expected],
     ) -> None:
         self._setup = setup
-        self._fleet = fleet
-        self._bare = bare
+        self.url = url
+        self.fleet = fleet
+        self.bare = bare
         self._client = client
         self._witness = witness
         self._texts = texts
 
     def __repr__(self) -> str:
-        return f"<Site {self._fleet!r}>"
+        return f"<Site {self.fleet!r}>"
 
     async def play(self, record: Record, faults: Iterable[Fault]) -> None:
         """Carries out the faults under load, waits until all streams have ended and nothing is left of them, and
         records what was seen."""
-        limit_s = self._setup.num_tokens * self._setup.step_ms / 1e3 + PATIENCE_S
-        rng = random.Random(record.seed)
-        streams = Streams(self._client, self._bare, self._texts, self._setup.engine, rng, limit_s, self._setup.cancels)
-        streams.start()
-        try:
+        async with self.under_load(record) as streams:
             for fault in faults:
                 await self._go_on(streams)
                 await asyncio.sleep(fault.after_s)
                 began = time.monotonic()
-                record.faults += await self._fleet.carry_out(fault, streams.open_ids)
+                record.faults += await self.fleet.carry_out(fault, streams.open_ids)
                 record.longest_fault_s = round(max(record.longest_fault_s, time.monotonic() - began), 1)
+
+    @contextlib.asynccontextmanager
+    async def under_load(self, record: Record) -> AsyncIterator[Streams]:
+        """Keeps streams open during the block, then waits until all have ended and nothing is left of them, and records
+        what was seen."""
+        setup = self._setup
+        limit_s = setup.num_tokens * setup.step_ms / 1e3 + PATIENCE_S
+        streams = Streams(
+            self._client,
+            self.bare,
+            self._texts,
+            setup.engine,
+            random.Random(record.seed),
+            limit_s,
+            setup.cancels,
+            num_http=setup.num_http,
+            gateway_ports=self.fleet.gateway_ports,
+        )
+        streams.start()
+        try:
+            yield streams
             await self._go_on(streams)
             await streams.finish()
-            await until_idle(self._bare)
-            await _until_settled(self._bare, self._witness, self._fleet.workers)
+            await until_idle(self.bare)
+            await _until_settled(self.bare, self._witness, self.fleet.workers)
         finally:
             await streams.stop()
-            record.ends = streams.ends(self._fleet.accepted_ids())
+            record.ends = streams.ends(self.fleet.accepted_ids())
             record.gaps_ms = streams.gaps_ms()
             record.longest_silence_ms = round(1e3 * streams.longest_silence_s)
             record.median_stream_s = round(streams.median_s, 1)
@@ -110,19 +138,27 @@ class Site:
 
     async def _go_on(self, streams: Streams) -> None:
         """Waits until the system has recovered from the last fault."""
-        await self._fleet.until_up(self._bare)
+        await self.fleet.until_up(self.bare)
         await streams.go_on(BETWEEN_FAULTS)
 
 
 @contextlib.asynccontextmanager
-async def started(setup: Setup, folder: Path) -> AsyncIterator[Site]:
-    """Starts a system whose processes log into `folder`, and stops it, however the block ends."""
+async def started(setup: Setup, folder: Path, pythons: Mapping[str, Path] | None = None) -> AsyncIterator[Site]:
+    """Starts a system whose processes log into `folder`, and stops it, however the block ends. `pythons` are of other
+    versions' environments, by group of processes."""
     async with contextlib.AsyncExitStack() as stack:
         system = await System.start(folder)
         stack.push_async_callback(system.stop)
         kv_tokens = NUM_LANES * (setup.num_tokens + MAX_PROMPT_TOKENS)
         fleet = Fleet(
-            system, setup.engine, setup.num_workers, setup.step_ms, kv_tokens, loses_events=setup.loses_events
+            system,
+            setup.engine,
+            setup.num_workers,
+            setup.step_ms,
+            kv_tokens,
+            num_gateways=setup.num_gateways,
+            loses_events=setup.loses_events,
+            pythons=pythons,
         )
         await fleet.start()
         bare = await system.connect(reconnects=True)
@@ -132,7 +168,7 @@ async def started(setup: Setup, folder: Path) -> AsyncIterator[Site]:
         key = (setup.engine, setup.num_tokens)
         if key not in _texts:
             _texts[key] = await undisturbed(client, *key)
-        yield Site(setup, fleet, bare, client, witness, _texts[key])
+        yield Site(setup, system.url, fleet, bare, client, witness, _texts[key])
 
 
 async def play(kind: str, seed: int, setup: Setup, faults: Iterable[Fault], folder: Path) -> Record:

@@ -7,13 +7,13 @@ import math
 import random
 import secrets
 import statistics
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import msgspec
 from nats.aio.msg import Msg
 
-from tests.chaos.reading import Expected, Failure, Piece, Reading, expected_of
+from tests.chaos.reading import Expected, Failure, Piece, Reading, Usage, expected_of
 from tests.chaos.results import Ends
 from tests.support.exact_client import cards
 from tests.support.raw_client import PREFIX, RawClient
@@ -96,15 +96,21 @@ class Streams:
         rng: random.Random,
         limit_s: float,
         cancels: float,
+        *,
+        num_http: int = 0,
+        gateway_ports: Callable[[], Sequence[int]] = tuple,
     ) -> None:
         """A client gives up a stream from which nothing has come for `limit_s`, or for three times as long if it is not
-        streamed. `cancels` is the share of the library's streams that are cancelled before their end."""
+        streamed. `cancels` is the share of the library's streams that are cancelled before their end. In addition to
+        the 32 streams, `num_http` are requested from gateways of this machine."""
         self._client = client
         self._bare = bare
         self._texts = texts
         self._engine = engine
         self._limit_s = limit_s
         self._cancels = cancels
+        self._num_clients = NUM_CLIENTS | ({"http": num_http} if num_http else {})
+        self._gateway_ports = gateway_ports
         self._rng = rng
         self._name = secrets.token_hex(3)
         """Part of all request ids: workers remember the ids of earlier streams and cancels."""
@@ -117,7 +123,7 @@ class Streams:
         return f"<Streams {len(self._open)} open of {len(self._told)}>"
 
     def start(self) -> None:
-        clients = [client for client, count in NUM_CLIENTS.items() for _ in range(count)]
+        clients = [client for client, count in self._num_clients.items() for _ in range(count)]
         self._tasks = [asyncio.create_task(self._keep_asking(client, first)) for first, client in enumerate(clients)]
 
     async def finish(self) -> None:
@@ -156,18 +162,24 @@ class Streams:
                 if told in self._open and told.reading.num_tokens < least and told.reading.last_message_at > lost_since
             }
 
+    async def until_ended(self, count: int) -> None:
+        """Waits until this many streams have ended, however they did."""
+        while len(self._told) - len(self._open) < count:
+            self._check()
+            await asyncio.sleep(0.1)
+
     def open_ids(self) -> set[str]:
         """Returns the ids of the open streams."""
         return {told.request_id for told in self._open}
 
     def ends(self, accepted_ids: set[str]) -> dict[str, Ends]:
         """Returns how the streams of each kind of client have ended."""
-        found = {client: Ends() for client in NUM_CLIENTS}
+        found = {client: Ends() for client in self._num_clients}
         for told in self._told:
             if told in self._open:  # the round was given up
                 continue
-            # the library always gets an answer, or reports why there is none
-            was_accepted = told.client == "library" or told.request_id in accepted_ids
+            # the library and gateways always get an answer, or report why there is none
+            was_accepted = told.client in ("library", "http") or told.request_id in accepted_ids
             found[told.client].add(told.reading, was_accepted=was_accepted, was_cancelled=told.was_cancelled)
         return found
 
@@ -205,6 +217,7 @@ class Streams:
                 task.result()
 
     async def _keep_asking(self, client: str, first: int) -> None:
+        readers = {"library": self._read_library, "http": self._read_http}
         number, shortest = first, SHORTEST_AT_START
         while not self._finishing:
             story = number % len(ANIMALS)
@@ -219,7 +232,7 @@ class Streams:
             shortest = SHORTEST
             with contextlib.suppress(TimeoutError):
                 async with told.limit:
-                    await (self._read_library if client == "library" else self._read_plain)(told, fields)
+                    await readers.get(client, self._read_plain)(told, fields)
                     told.took_s = asyncio.get_running_loop().time() - now
             self._open.remove(told)
             number += 1
@@ -262,6 +275,53 @@ class Streams:
             with contextlib.suppress(Exception):  # the broker may be away
                 await subscription.unsubscribe()
             raise
+
+    async def _read_http(self, told: _Told, fields: dict[str, Any]) -> None:
+        """Reads a completion of a gateway. Its chunks say nothing of offsets, so that a hole shows as a wrong text."""
+        asked = {name: value for name, value in fields.items() if name != "id"}
+        payload = msgspec.json.encode(
+            asked | {"model": "demo", "stream": True, "stream_options": {"include_usage": True}}
+        )
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: gateway\r\nContent-Length: {len(payload)}\r\nConnection: close"
+        reader, writer = await asyncio.open_connection("127.0.0.1", self._rng.choice(self._gateway_ports()))
+        offset, finish_reason = 0, None
+        try:
+            writer.write(f"{head}\r\nContent-Type: application/json\r\n\r\n".encode() + payload)
+            status = (await reader.readline()).split()[1:2]
+            async for line in reader:
+                if not line.startswith((b"data: {", b"{")):  # what frames events and chunks; an error is a line of JSON
+                    continue
+                event = _http_event.decode(line.removeprefix(b"data: "))
+                if event.error is not None or status != [b"200"]:
+                    self._add(told, Piece(finish_reason="error", error=Failure(f"http {status}", line.decode())))
+                    return
+                for choice in event.choices:
+                    finish_reason = choice.finish_reason or finish_reason
+                    if choice.text:
+                        self._add(told, Piece(tokens=1, text_offset=offset, text=choice.text))
+                        offset += len(choice.text.encode())
+                if event.usage is not None:
+                    self._add(told, Piece(text_offset=offset, finish_reason=finish_reason, usage=event.usage))
+                    return
+            self._add(told, Piece(finish_reason="error", error=Failure("http connection cut")))
+        finally:
+            writer.close()
+
+
+class _HttpChoice(msgspec.Struct):
+    text: str = ""
+    finish_reason: str | None = None
+
+
+class _HttpEvent(msgspec.Struct):
+    """The parts of an event of a gateway's stream that are read, or of its error."""
+
+    choices: list[_HttpChoice] = []
+    usage: Usage | None = None
+    error: Any = None
+
+
+_http_event = msgspec.json.Decoder(_HttpEvent)
 
 
 def _piece_of(chunk: messages.Chunk) -> Piece:

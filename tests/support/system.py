@@ -19,12 +19,15 @@ from tokenbus.cli.console import nats_server
 from tokenbus.protocol.process.parent import end_with_parent
 
 
-def command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "tokenbus.cli.start", *arguments]
+def command(*arguments: str, python: Path | None = None) -> list[str]:
+    """Returns the command line of `tokenbus`, of this version or of the one in another Python's environment."""
+    return [str(python or sys.executable), "-m", "tokenbus.cli.start", *arguments]
 
 
-def environment() -> dict[str, str]:
-    return os.environ | {"TOKENBUS_DEBUG": "1", "TOKENBUS_LOG_FORMAT": "json"}
+def environment(python: Path | None = None) -> dict[str, str]:
+    """Returns the variables of such a process, which imports only what is installed in another environment."""
+    safe = {} if python is None else {"PYTHONSAFEPATH": "1"}
+    return os.environ | {"TOKENBUS_DEBUG": "1", "TOKENBUS_LOG_FORMAT": "json"} | safe
 
 
 @contextlib.contextmanager
@@ -132,16 +135,25 @@ class System:
     async def start(cls, folder: Path, config: Path | None = None) -> "System":
         return cls(await nats_server.start(0, folder / "nats.log", config), folder, config)
 
-    def router(self, name: str, *arguments: str) -> None:
+    def router(self, name: str, *arguments: str, python: Path | None = None) -> None:
         """Starts a router that also logs when it receives a request and when a worker has accepted it."""
-        self._run(name, "router", "--router-id", name, "--log-level", "debug", *arguments)
+        self.run(name, "router", "--router-id", name, "--log-level", "debug", *arguments, python=python)
 
     def worker(
-        self, name: str, *arguments: str, model: str | Path = demo.MODEL_PATH, served_name: str = "demo"
+        self,
+        name: str,
+        *arguments: str,
+        model: str | Path = demo.MODEL_PATH,
+        served_name: str = "demo",
+        python: Path | None = None,
     ) -> None:
         """Starts a worker. With `--nats` among the arguments it reaches the broker another way."""
         settings = ["--model", str(model), "--served-name", served_name, "--threads", "1", "--worker-id", name]
-        self._run(name, "worker", *settings, *arguments)
+        self.run(name, "worker", *settings, *arguments, python=python)
+
+    def gateway(self, name: str, *arguments: str, python: Path | None = None) -> None:
+        """Starts a gateway on a free port, which its log line `gateway_ready` names."""
+        self.run(name, "gateway", "--port", "0", *arguments, python=python)
 
     async def restart_broker(self, pause_s: float = 0.0) -> None:
         """Kills the broker and starts another on the same port after a pause."""
@@ -206,8 +218,12 @@ class System:
     async def until_logged(self, name: str, event: str) -> None:
         """Waits for an event since the last start of this name."""
         async with asyncio.timeout(60):
-            while not any(line["event"] == event for line in self.log(name, self._log_starts[name])):
+            while not self.logged(name, event):
                 await asyncio.sleep(0.02)
+
+    def logged(self, name: str, event: str) -> list[dict[str, object]]:
+        """Returns the log lines of an event since the last start of this name."""
+        return [line for line in self.log(name, self._log_starts[name]) if line["event"] == event]
 
     async def first_to_log(self, names: Iterable[str], event: str) -> str:
         """Waits until one of several processes has logged an event; returns its name."""
@@ -242,16 +258,17 @@ class System:
                 self.kill(name)
             self._broker.stop()
 
-    def _run(self, name: str, *arguments: str) -> None:
+    def run(self, name: str, *arguments: str, python: Path | None = None) -> None:
+        """Starts a process of `tokenbus` with these arguments."""
         self._starts[name] += 1
         with (self._folder / f"{name}.log").open("ab") as log:
             self._log_starts[name] = log.tell()
             self._processes[name] = subprocess.Popen(
-                command(*arguments, *([] if "--nats" in arguments else ["--nats", self.url])),
+                command(*arguments, *([] if "--nats" in arguments else ["--nats", self.url]), python=python),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=environment(),
+                env=environment(python),
                 start_new_session=True,
                 preexec_fn=end_with_parent,
             )
