@@ -212,13 +212,21 @@ async def test_a_revoked_key_is_said_and_the_conversation_is_there_for_the_tenan
     async with _page(one_browser, said["http"], made[0].text) as page:
         await _say(page, "What is 12 + 30?")
         await _answer(page)
+        await page.get_by_role("combobox", name="Model", exact=True).select_option("slow")
+        await _say(page, "hello")
+        await _sees(page, "simulated-")
         await key_changes.change(store, made[0].id, lambda record: key_changes.revoked(record, time.time()))
         await _sees(page, "The gateway does not accept this key")
         assert "42" not in await page.inner_text("body")
         await _sign_in(page, made[1].text)
         assert await _answer(page) == "12 + 30 = 42."
+        await page.keyboard.press("Escape")
+        await _sees(page, "stopped")
         assert made[1].text not in page.url
         assert await page.evaluate("localStorage.length + sessionStorage.length + document.cookie.length") == 0
+        await page.evaluate("dispatchEvent(new PageTransitionEvent('pageshow', {persisted: true}))")
+        await _sign_in(page, made[1].text)
+        await _sees(page, "The conversation stays in this tab")
         await page.get_by_role("button", name="Sign out").click()
         await _sign_in(page, made[2].text)
         await _sees(page, "The conversation stays in this tab")

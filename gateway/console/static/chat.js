@@ -103,14 +103,18 @@ function build(section) {
     make("button", {type: "button", on: {click: newChat}}, "New chat"),
     element("p", "Enter sends, Shift+Enter begins a line, Escape stops.", "hint")),
   make("div", {class: "chat"}, parts.fold, make("div", {class: "talk"}, parts.log, parts.empty, composer)));
-  section.addEventListener("keydown", (event) => {
-    if (event.key === "Escape" && running) stop(true);
-  });
-  addEventListener("scroll", () => {
-    const page = document.scrollingElement;
-    isFollowing = page.scrollTop + innerHeight >= page.scrollHeight - END_PX;
-  }, {passive: true});
+  for (const part of section.children) {
+    part.addEventListener("keydown", (event) => {
+      if (event.key === "Escape" && running) stop(true);
+    });
+  }
+  parts.showsWays = me.can.includes("requests");
 }
+
+addEventListener("scroll", () => {
+  const page = document.scrollingElement;
+  isFollowing = page.scrollTop + innerHeight >= page.scrollHeight - END_PX;
+}, {passive: true});
 
 /** Makes a text box as high as its text; the style sheet bounds it. */
 function fit(area) {
@@ -581,7 +585,7 @@ function numbersOf(entry, part, isRunning) {
   if (isLast && entry.finish === "length") said.push("ended at the most tokens that were allowed");
   if (isLast && entry.finish === "stopped") said.push("stopped");
   if (isLast && entry.hasSchema && entry.finish === "stop") said.push(isJson(entry.content) ? "valid JSON" : "not valid JSON");
-  const way = part.id && me.can.includes("requests") && !isRunning
+  const way = part.id && parts.showsWays && !isRunning
     ? make("a", {href: `#requests/${encodeURIComponent(part.id)}`}, "Its way through the fleet") : null;
   return make("p", {class: "hint"}, isRunning ? "" : said.join(" · "), way ? " · " : null, way);
 }

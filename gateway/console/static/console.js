@@ -101,5 +101,8 @@ $("theme").addEventListener("click", () => {
   document.documentElement.dataset.theme = theme === "dark" ? "light" : "dark";
 });
 addEventListener("hashchange", route);
+addEventListener("pageshow", (event) => {
+  if (event.persisted) location.reload(); // a browser that kept the page for its Back button kept the key as well
+});
 
 start("");
