@@ -1,14 +1,14 @@
 """The rules of the architecture: which package may import which, and what pure code may not touch."""
 
-import ast
 import functools
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.laws.syntax import Syntax, parsed, syntax_of
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("protocol", "worker", "router", "client", "gateway", "auth", "replay", "conformance", "cli", "demo")
@@ -122,17 +122,7 @@ def sources() -> list[Path]:
 @functools.cache
 def imports(path: Path) -> frozenset[str]:
     """Returns everything a file imports: the names of our packages, and the top-level names of all others."""
-    return frozenset(package_of(module) for module in modules_in(path.read_text()))
-
-
-def modules_in(code: str) -> Iterator[str]:
-    for node in ast.walk(ast.parse(code)):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module == "tokenbus":
-            yield from (f"tokenbus.{alias.name}" for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module
+    return frozenset(package_of(module) for module in syntax_of(path).modules)
 
 
 def package_of(module: str) -> str:
@@ -141,11 +131,10 @@ def package_of(module: str) -> str:
     return rest.partition(".")[0] if first == "tokenbus" and rest else first
 
 
-def old_names(code: str) -> list[str]:
+def old_names(syntax: Syntax) -> list[str]:
     """Returns our modules that code names without `tokenbus.`, which would load them twice."""
-    bare = [module for module in modules_in(code) if module.partition(".")[0] in PACKAGES]
-    strings = [node.value for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Constant)]
-    return bare + [one for one in strings if isinstance(one, str) and is_bare_module(one)]
+    bare = [module for module in syntax.modules if module.partition(".")[0] in PACKAGES]
+    return bare + [one for one in syntax.strings if is_bare_module(one)]
 
 
 def is_bare_module(text: str) -> bool:
@@ -170,7 +159,7 @@ def name(path: Path) -> str:
     ],
 )
 def test_a_package_called_by_its_bare_name_is_found(code: str) -> None:
-    assert old_names(code)
+    assert old_names(parsed(code))
 
 
 def test_everything_is_imported_through_the_one_public_name() -> None:
@@ -180,7 +169,7 @@ def test_everything_is_imported_through_the_one_public_name() -> None:
     ]
     for path in everything:
         if path != Path(__file__):
-            assert not old_names(path.read_text()), name(path)
+            assert not old_names(syntax_of(path)), name(path)
     assert not re.search(rf"-m ({'|'.join(PACKAGES)})\b", (ROOT / "Makefile").read_text())
 
 
@@ -238,9 +227,7 @@ def test_one_module_starts_tasks_so_that_none_dies_in_silence() -> None:
     for path in sources():
         if name(path) == "protocol/tasks.py":
             continue
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Attribute) and node.attr in ("create_task", "ensure_future"):
-                assert ast.unparse(node.value) == "group", f"{name(path)}:{node.lineno}: {ast.unparse(node)}"
+        assert {one.rpartition(".")[0] for one in syntax_of(path).tasks} <= {"group"}, name(path)
 
 
 def test_no_file_is_named_like_a_module_of_the_standard_library() -> None:
@@ -257,8 +244,7 @@ def test_no_broad_except_without_its_reason() -> None:
 
 def test_every_module_and_public_class_says_what_it_is() -> None:
     for path in sources():
-        tree = ast.parse(path.read_text())
-        assert ast.get_docstring(tree), f"{name(path)} has no docstring"
+        assert syntax_of(path).has_docstring, f"{name(path)} has no docstring"
 
 
 def test_only_the_subjects_module_puts_subjects_together() -> None:

@@ -8,7 +8,8 @@ from pathlib import PurePath
 
 import pytest
 
-from tests.laws.test_architecture import ROOT, modules_in
+from tests.laws.syntax import parsed
+from tests.laws.test_architecture import ROOT
 from tests.laws.test_declared import DISTRIBUTIONS, EXTRAS, PROJECT, STANDARD, names, of_extra
 from tests.laws.test_rooms import module_of, modules
 from tokenbus.cli.console import catalog, needs
@@ -155,6 +156,6 @@ def test_a_package_has_one_range_of_versions_in_all_extras() -> None:
 
 def test_every_import_of_a_file_is_followed_except_those_for_type_checkers() -> None:
     assert "opentelemetry" in reached("client/__init__.py", later=False)
-    assert set(modules_in("def late():\n    import numpy")) == {"numpy"}
+    assert set(parsed("def late():\n    import numpy").modules) == {"numpy"}
     assert "llama_cpp" not in reached("cli/commands/worker.py", later=False)
     assert "llama_cpp" in reached("cli/commands/worker.py", later=True)

@@ -2,9 +2,8 @@
 
 import ast
 import re
-from collections.abc import Iterator
-from pathlib import Path
 
+from tests.laws.syntax import syntax_of
 from tests.laws.test_architecture import ROOT, sources
 
 _METHODS = {"debug", "info", "warning", "error", "exception", "critical"}
@@ -12,17 +11,8 @@ _BINDS = {"bind_contextvars", "bind"}
 PAGE = (ROOT / "docs/logs.md").read_text()
 
 
-def calls(path: Path) -> Iterator[tuple[ast.Call, str]]:
-    """Yields the method calls on objects named like a log, with the method's name."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            of = ast.unparse(node.func.value)
-            if "log" in of:
-                yield node, node.func.attr
-
-
 def logged() -> list[ast.Call]:
-    return [call for path in sources() for call, method in calls(path) if method in _METHODS]
+    return [call for path in sources() for call, method in syntax_of(path).log_calls if method in _METHODS]
 
 
 def table(heading: str) -> set[str]:
@@ -43,13 +33,7 @@ def test_every_event_is_on_the_page_and_no_other() -> None:
 
 
 def test_every_key_is_on_the_page_and_no_other() -> None:
-    bound = [call for path in sources() for call, method in calls(path) if method in _BINDS]
-    contextual = [
-        call
-        for path in sources()
-        for call in ast.walk(ast.parse(path.read_text()))
-        if isinstance(call, ast.Call) and ast.unparse(call.func).endswith("bind_contextvars")
-    ]
-    keys = {keyword.arg for call in [*logged(), *bound, *contextual] for keyword in call.keywords}
+    bound = [call for path in sources() for call, method in syntax_of(path).log_calls if method in _BINDS]
+    keys = {keyword.arg for call in [*logged(), *bound] for keyword in call.keywords}
     assert None not in keys, "a line is made of keys that a reader of the code can see"
     assert keys == table("Keys")

@@ -1,12 +1,12 @@
 """Folders import each other in one direction, so that each can be read without those above it."""
 
-import ast
 import functools
 import graphlib
 import statistics
 
 import pytest
 
+from tests.laws.syntax import Syntax, syntax_of
 from tests.laws.test_architecture import ROOT, name, sources
 
 MAX_LINES_P99 = 440
@@ -18,20 +18,10 @@ def modules() -> frozenset[str]:
     return frozenset(name(path) for path in sources())
 
 
-def imports_of_ours(code: str) -> set[str]:
+def imports_of_ours(syntax: Syntax) -> set[str]:
     """The paths of our modules that code imports, anywhere in it."""
-    found = set()
-    for node in ast.walk(ast.parse(code)):
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
-        else:
-            continue
-        for imported in names:
-            if imported.startswith("tokenbus."):
-                found.add(module_of(imported.removeprefix("tokenbus.").replace(".", "/")))
-    return found
+    ours = (one.removeprefix("tokenbus.") for one in syntax.names if one.startswith("tokenbus."))
+    return {module_of(one.replace(".", "/")) for one in ours}
 
 
 def module_of(path: str) -> str:
@@ -59,7 +49,7 @@ def assert_in_one_direction(graph: dict[str, set[str]]) -> None:
 
 @functools.cache
 def imported() -> dict[str, set[str]]:
-    return {name(path): imports_of_ours(path.read_text()) for path in sources()}
+    return {name(path): imports_of_ours(syntax_of(path)) for path in sources()}
 
 
 def test_a_knot_of_rooms_is_found() -> None:
