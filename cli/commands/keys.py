@@ -257,7 +257,7 @@ def _change(options: argparse.Namespace) -> _Action:
             await _audit(options, connection, record, changed=tuple(changes), **changes)
         if connection is not None and "models" in changes:
             await _warn_of_models(options, connection, record)
-        _say(f"the key {key_id} has {'other ' + ', '.join(changes) if changes else 'all of this already'}")
+        _say(f"the key {key_id} {'has changed in ' + ', '.join(changes) if changes else 'has all of this already'}")
         shown = key_table.fields_of_key(record, now)
         print(json.dumps(shown) if options.json else key_table.details(record, now))
         return 0

@@ -107,7 +107,7 @@ def test_a_change_leaves_what_it_does_not_name_and_says_what_is_other_now(run: C
     key = run("create", "--models", "a", "--name", "app", "--expires", "2090-01-01", *limits).strip()
     before = shown(run, key)
     after = json.loads(run("change", str(keys.id_of(key)), "--max-tokens", "0", "--role", "viewer", "--json"))
-    assert "has other role, max_tokens" in run.said
+    assert "has changed in role, max_tokens" in run.said
     kept = {name: value for name, value in before.items() if name not in ("limits", "role")}
     assert {name: after[name] for name in kept} == kept
     assert (after["role"], after["limits"]["max_tokens"], after["limits"]["requests_per_minute"]) == ("viewer", 0, 60)
