@@ -59,13 +59,13 @@ function build(section) {
     return made;
   };
   parts = {
-    model: make("select", {on: {change: modelChosen}}), adapter: make("select", {}),
+    model: make("select", {on: {change: modelChosen}}), adapter: make("select", {on: {change: nameSettings}}),
     effort: make("select", {}, ...options(EFFORTS)),
     system: area({spellcheck: "true", placeholder: "Answer in one sentence."}),
     temperature: numeric({min: 0, max: 2, step: "any"}), top_p: numeric({min: 0, max: 1, step: "any"}),
     max_tokens: numeric({min: 1, step: 1}), seed: numeric({min: -1, step: 1, max: Number.MAX_SAFE_INTEGER, placeholder: "random"}),
     tools: area({"aria-describedby": "tools-problem"}), choice: make("select", {}, ...options(CHOICES)),
-    toolsTitle: element("summary", "Tools"), toolsProblem: make("p", {id: "tools-problem", class: "problem"}),
+    foldTitle: element("summary", "Settings"), toolsTitle: element("summary", "Tools"), toolsProblem: make("p", {id: "tools-problem", class: "problem"}),
     schema: area({"aria-describedby": "schema-problem"}),
     schemaTitle: element("summary", "JSON schema"), schemaProblem: make("p", {id: "schema-problem", class: "problem"}),
     problem: make("p", {class: "problem", role: "alert"}),
@@ -92,7 +92,7 @@ function build(section) {
       make("div", {class: "row"}, field("Calls", parts.choice), example(parts.tools, EXAMPLE_TOOLS))),
     make("details", {}, parts.schemaTitle, field("Schema of the answer", parts.schema), parts.schemaProblem,
       example(parts.schema, EXAMPLE_SCHEMA)));
-  parts.fold = make("details", {class: "fold", open: matchMedia(WIDE).matches}, element("summary", "Settings"), parts.settings);
+  parts.fold = make("details", {class: "fold", open: matchMedia(WIDE).matches}, parts.foldTitle, parts.settings);
   parts.tools.addEventListener("input", () => checkJson(parts.tools, parts.toolsProblem, readTools));
   parts.schema.addEventListener("input", () => checkJson(parts.schema, parts.schemaProblem, readSchema));
   parts.text.addEventListener("input", () => fit(parts.text));
@@ -161,6 +161,7 @@ async function modelChosen() {
     ...adapters.map((id) => make("option", {value: id}, id.slice(name.length + 1))));
   if (adapters.includes(before)) parts.adapter.value = before;
   parts.adapterField.hidden = !adapters.length;
+  nameSettings();
   if (name && !abilities.has(name)) {
     try {
       abilities.set(name, (await ask("../api/show", {json: {model: name}})).capabilities);
@@ -174,6 +175,12 @@ async function modelChosen() {
   if (can.includes("completion")) return;
   parts.model.selectedOptions[0].remove(); // such as one that makes embeddings
   await modelChosen();
+}
+
+/** Names the model where the settings are folded, as they are on a phone. */
+function nameSettings() {
+  const name = parts.adapter.value || parts.model.value;
+  setText(parts.foldTitle, name ? `Settings: ${name}` : "Settings");
 }
 
 function checkJson(area, problem, read) {
@@ -334,6 +341,7 @@ function continueAnswer(entry) {
 /** Ends the answer that is being made: when its connection closes, the gateway cancels the request. */
 function stop(byHand = false) {
   if (running) running.controller.abort();
+  running = null;
   if (byHand) parts.text.focus();
 }
 
