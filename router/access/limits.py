@@ -153,7 +153,7 @@ class Limits:
         num_tokens = num_prompt + self._expected_answer(address, most)
         for account, share in client.windows:
             share.charge(1.0 if account.unit == REQUESTS else num_tokens)
-            if share.needs_lease or share.is_stale(now):
+            if share.needs_lease or now >= share.stale_at:
                 self._want(account, share, now)
         self._open(client, now)
         return Ticket(client, num_tokens)

@@ -74,9 +74,9 @@ class WindowShare:
         "limit",
         "mean_charge",
         "number",
-        "read_at",
         "seconds",
         "spent",
+        "stale_at",
         "taken",
         "window",
     )
@@ -93,8 +93,9 @@ class WindowShare:
         self.spent = 0.0
         self.taken = 0.0
         """The amount that all routers have taken of this window, as far as this one knows."""
-        self.read_at = 0.0
-        """When this router has last seen the record."""
+        self.stale_at = 0.0 if seconds == DAY_S else math.inf
+        """When the record of a day is read again, to tell clients what other routers have left: leases can be hours
+        apart."""
         self.is_full = False
         """Whether nothing more can be taken of this window."""
         self.is_shared_out = False
@@ -139,14 +140,10 @@ class WindowShare:
         """Whether the rest of this window is left to routers that take even shares."""
         return self.is_full and not self.is_shared_out and self.taken < self.capacity
 
-    def is_stale(self, now: float) -> bool:
-        """Whether the record should be read again, to tell clients what other routers have left: those of a day can be
-        leased hours apart."""
-        return self.seconds == DAY_S and not self.is_shared_out and not 0.0 <= now - self.read_at < WINDOW_S
-
     def observe(self, record: Record | None, now: float) -> None:
         """Notes what all routers have taken."""
-        self.read_at = now
+        if self.seconds == DAY_S:
+            self.stale_at = now + WINDOW_S
         if record is not None and record.window == self.window:
             self.taken = max(self.taken, record.taken)
 
@@ -185,6 +182,8 @@ class WindowShare:
 
         If there is one that can't be reached (`is_outage`), others may have taken more of a day than this router knows:
         its share is then a lease's, and grows with `tick` by as much of the day as passes."""
+        if self.seconds == DAY_S:
+            self.stale_at = now + WINDOW_S
         if self.is_shared_out:
             return
         share = max(0.0, self.capacity - self.taken) / max(1, num_routers)
