@@ -4,7 +4,18 @@ import argparse
 from typing import NamedTuple
 
 from tokenbus.cli.console import audit_flags, connection_flags, key_flags, serve
-from tokenbus.cli.console.arguments import COUNT, MIB, NAME, PATTERN, SECONDS, SWITCH, ArgumentType, real, whole
+from tokenbus.cli.console.arguments import (
+    COUNT,
+    MAX_COUNT,
+    MIB,
+    NAME,
+    PATTERN,
+    SECONDS,
+    SWITCH,
+    ArgumentType,
+    real,
+    whole,
+)
 from tokenbus.cli.console.flags import Flag, Parser, fields_of, text_of
 from tokenbus.protocol.access import usage
 from tokenbus.protocol.wire import subjects
@@ -29,7 +40,7 @@ class TenantOverride(NamedTuple):
 def _limits(text: str) -> TenantLimits:
     concurrency, requests, tokens = text.split(",")
     found = TenantLimits(int(concurrency), int(requests), int(tokens))
-    if not all(0 <= number < float("inf") for number in found):
+    if not all(0 <= number <= MAX_COUNT for number in found):
         raise ValueError
     return found
 
@@ -41,7 +52,9 @@ def _override(text: str) -> TenantOverride:
     return TenantOverride(tenant, _limits(limits))
 
 
-_LIMITS = ArgumentType(_limits, "three whole numbers of 0 or more, such as 8,600,100000", "OPEN,REQUESTS,TOKENS")
+_LIMITS = ArgumentType(
+    _limits, f"three whole numbers from 0 to {MAX_COUNT:,}, such as 8,600,100000", "OPEN,REQUESTS,TOKENS"
+)
 _OVERRIDE = ArgumentType(_override, "a tenant and its limits, such as acme=8,600,100000", "TENANT=OPEN,REQUESTS,TOKENS")
 
 

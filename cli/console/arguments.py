@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-_MAX = 1 << 40
+MAX_COUNT = 1 << 40
 """Whole numbers without a limit of their own, and their product with a MiB, fit in 64 bits."""
 
 
@@ -79,8 +79,8 @@ def several(number: ArgumentType, at_most: int) -> ArgumentType:
 
 def _int(text: str) -> int:
     value = int(text)
-    if value > _MAX:
-        raise argparse.ArgumentTypeError(f"must be at most {_MAX:,}, got {text}")
+    if value > MAX_COUNT:
+        raise argparse.ArgumentTypeError(f"must be at most {MAX_COUNT:,}, got {text}")
     return value
 
 

@@ -4,7 +4,7 @@ A router holds as many slots as it has open requests, and a few more if the limi
 It renews them while it runs; the slots of one that is gone are free once they expire. Of a small limit, a slot that is
 no longer used is given back at once: held idle, it would keep other routers from taking the client's next request."""
 
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
 
@@ -21,7 +21,7 @@ _FULL_S = 0.1
 class Held(msgspec.Struct, frozen=True, array_like=True):
     """The slots of one router."""
 
-    slots: int
+    slots: Annotated[int, msgspec.Meta(ge=0)]
     until: float
     """Unix time of the broker."""
 

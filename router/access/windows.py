@@ -14,7 +14,7 @@ Each lease has a number, and a record the last number of each router: if the ans
 in the record instead of being taken again."""
 
 import math
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
 
@@ -30,13 +30,17 @@ _MAX_LEASES = 64
 _RESERVED_S = 1.0
 
 
+Amount = Annotated[float, msgspec.Meta(ge=0.0, le=2.0**60)]
+"""An amount in a record. What is none, such as NaN, makes the record count as damaged."""
+
+
 class WindowLease(msgspec.Struct, frozen=True, array_like=True):
     """The last lease of a router in a record."""
 
     number: int
-    excess: float
+    excess: Amount
     """The amount that the router had spent beyond its earlier leases."""
-    granted: float
+    granted: Amount
     """The amount that it got in addition."""
     window: int
 
@@ -45,7 +49,7 @@ class Record(msgspec.Struct, frozen=True):
     """The part of one limit that routers have taken, as they share it."""
 
     window: int
-    taken: float
+    taken: Amount
     leases: dict[str, WindowLease] = {}
     """The last lease of each router, by its name."""
 

@@ -1,6 +1,7 @@
 """Routers exceed a limit by at most one request each, whatever happens to them and to their bucket, and use it up."""
 
 import itertools
+import math
 import os
 import random
 
@@ -10,6 +11,7 @@ import pytest
 from tests.router.access.quota_world import ADDRESS, KEY_ID, QuotaWorld
 from tests.sim.world import world
 from tokenbus.protocol.access.keys import KeyLimits
+from tokenbus.protocol.bus.bucket import Entry
 from tokenbus.router.access.limits import Account, TenantLimits
 from tokenbus.router.access.slots import SlotShare
 from tokenbus.router.access.windows import DAY_S, WINDOW_S, Record, WindowShare
@@ -247,6 +249,20 @@ def test_a_window_that_is_left_to_routers_without_the_record_is_asked_for_again(
     assert not share.is_full
     assert more
     assert more.lease.granted > 0
+
+
+@pytest.mark.parametrize("taken", [math.nan, math.inf, -1.0, 1e300])
+def test_a_record_with_what_is_no_amount_is_replaced(taken: float) -> None:
+    with world(5) as virtual:
+        made = QuotaWorld(virtual, 1, LIMITS)
+        virtual.run(25.0)
+        window = int(made.broker.now // WINDOW_S)
+        damaged = msgspec.msgpack.encode(Record(window, taken))
+        made.broker.entries["=acme.requests"] = Entry("=acme.requests", damaged, 10_000, made.broker.stamp)
+        made.routers[0].ask(10)
+        virtual.run(1.0)
+        assert (made.num_refused, len(made.let_through["acme"])) == (0, 1)
+        assert math.isfinite(msgspec.msgpack.decode(made.broker.entries["=acme.requests"].value or b"").get("taken"))
 
 
 def test_what_is_told_to_be_left_of_a_day_follows_what_other_routers_have_taken() -> None:
