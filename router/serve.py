@@ -14,6 +14,7 @@ import structlog
 
 from tokenbus.protocol import tasks
 from tokenbus.protocol.access import audit_log, usage_store
+from tokenbus.protocol.access.audit_log import AuditWriter
 from tokenbus.protocol.bus import connection as nats
 from tokenbus.protocol.bus import ping_probe
 from tokenbus.protocol.bus.bucket import Bucket, bucket_name
@@ -21,10 +22,10 @@ from tokenbus.protocol.bus.bus import OwnedBus
 from tokenbus.protocol.bus.reply_sender import ReplySender
 from tokenbus.protocol.process import signals
 from tokenbus.protocol.telemetry import metrics, status, tracing
-from tokenbus.protocol.wire import messages, subjects
+from tokenbus.protocol.wire import codec, messages, subjects
 from tokenbus.router.access.key_checks import KeyChecks
 from tokenbus.router.access.limits import Limits
-from tokenbus.router.access.quota import Quota, SharedBucket
+from tokenbus.router.access.quota import Quota
 from tokenbus.router.fleet.fleet import Fleet
 from tokenbus.router.fleet.model_part import ModelPart
 from tokenbus.router.placement.policies import make_policies
@@ -76,7 +77,7 @@ class Router:
         rng: random.Random,
         tracer: tracing.Tracer,
         keys: KeyChecks | None = None,
-        bucket: SharedBucket | None = None,
+        bucket: Bucket | None = None,
     ) -> None:
         """`keys` checks requests that name an API key; without it there are none. Limits are leased from `bucket`;
         without it they are shared out among the routers that are heard of."""
@@ -84,6 +85,8 @@ class Router:
         self.ends = RequestEnds(router_id)
         self.usage: UsageRecorder | None = None
         """Counts what requests use, if that is wanted."""
+        self.audit: AuditWriter | None = None
+        """Writes to the audit log, if that is wanted."""
         own_site = OwnSite(settings.site, settings.site_cost_s)
         self.fleet = Fleet(time.monotonic(), settings.expected_models, own_site)
         self.flights = Flights(settings.max_flights, settings.max_prompt_bytes)
@@ -126,9 +129,13 @@ class Router:
             CacheHints(self.fleet, workers, self.metrics),
         ]
         self._part = ModelPart(settings.model_patterns)
-        catalog = ModelCatalog(self.fleet, self._queue, router_id, settings.max_request_bytes, settings.model_patterns)
+        self._catalog = catalog = ModelCatalog(
+            self.fleet, self._queue, router_id, settings.max_request_bytes, settings.model_patterns
+        )
         self._listing = SystemListing(bus, self._replies, names, catalog, self._part, workers)
-        self._viewers = FleetViewers(bus, self._replies, self.fleet, router_id, catalog.stats, self._queued)
+        self._viewers = FleetViewers(
+            bus, self._replies, self.fleet, router_id, self._stats, self._queued, self._limits_seen_by
+        )
         self._opened = asyncio.Event()
         self._intake = Intake(
             bus,
@@ -213,6 +220,20 @@ class Router:
             for worker in workers:
                 gauges.workers.labels(model, worker.shown_state(time.monotonic())).inc()
                 gauges.event_logs.labels(model, worker.event_state).inc()
+
+    def _stats(self, now: float) -> messages.RouterStats:
+        """Returns this router's state, as viewers of the fleet see it."""
+        return codec.replace(
+            self._catalog.stats(now),
+            throttled=self._quota.num_throttled,
+            shares_limits=self._quota.is_sharing,
+            usage_unsaved_s=0.0 if self.usage is None else round(self.usage.unsaved_s, 1),
+            audit_queued=0 if self.audit is None else len(self.audit),
+            audit_lost=0 if self.audit is None else self.audit.num_lost,
+        )
+
+    def _limits_seen_by(self, tenant: str, key_id: str, is_operator: bool) -> list[messages.ClientLimits]:
+        return self._quota.seen_by(tenant, key_id, is_operator=is_operator)
 
     def _queued(self) -> list[messages.ModelQueue]:
         """Returns the models of which requests wait here."""
@@ -309,7 +330,8 @@ async def serve(settings: RouterSettings, read_settings: Callable[[], RouterSett
             stack.callback(tasks.background("keep usage", usage.run()).cancel)  # a router can do without
         if settings.audit_settings.audit:
             writing = audit_log.writing(connection, settings.prefix, settings.audit_settings)
-            audit_ends(router.ends, await stack.enter_async_context(writing), router.metrics.audit_records)
+            router.audit = await stack.enter_async_context(writing)
+            audit_ends(router.ends, router.audit, router.metrics.audit_records)
         await _run(settings, connection, router, stop, watched)
 
 

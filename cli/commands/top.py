@@ -41,6 +41,11 @@ _UNSEEN = (
     "no router answers, or they are of an earlier version, or this user may not publish to `fleet` of this tenant: "
     "pass the tenant that it may, such as --tenant operator"
 )
+_LATE_S = 15.0
+"""Usage that is not saved for this long is shown: routers save it every few seconds."""
+_LATE_RECORDS = 1_024
+_MAX_LIMITS = 4
+"""Limits that are shown."""
 _PATIENCE_S = 5.0
 """Time for the first two digests."""
 
@@ -148,6 +153,7 @@ def make_table(
     *,
     first: int = 0,
     most: int | None = None,
+    limits: Sequence[messages.ClientLimits] = (),
 ) -> Table:
     """Returns a table of the workers from `first` on, at most `most`, with as many columns as fit into `width`
     characters; below it are the sums of all."""
@@ -159,7 +165,9 @@ def make_table(
         table.add_column(name, no_wrap=True)
     for row in cells:
         table.add_row(*(row[name] for name in shown))
-    table.caption = "\n".join((*_sums(rows, first, len(page)), *itertools.chain(*map(_router_lines, routers))))
+    about_routers = itertools.chain(*map(_router_lines, routers))
+    told = limits[:_MAX_LIMITS]
+    table.caption = "\n".join((*_sums(rows, first, len(page)), *about_routers, *map(limits_text, told)))
     return table
 
 
@@ -267,8 +275,31 @@ def _router_lines(router: messages.RouterStats) -> Iterator[str]:
     if router.uploads:
         mebibytes = router.upload_bytes / 2**20
         yield f"{router.uploads} large requests arriving in parts, of which {mebibytes:.1f} MiB came"
+    if router.throttled:
+        yield f"{router.throttled:,} requests refused by limits in the last minute"
+    if router.shares_limits:
+        yield "limits are shared out evenly: the bucket by which they hold across routers can't be reached"
+    if router.usage_unsaved_s > _LATE_S:
+        yield f"usage of the last {duration_text(router.usage_unsaved_s)} is not saved"
+    if router.audit_queued > _LATE_RECORDS or router.audit_lost:
+        yield f"audit log: {router.audit_queued:,} records wait, {router.audit_lost:,} were lost"
     for refused in router.refused_cards:
         yield f"refused: {refused.worker_id} of {refused.model}: {refused.reason}"
+
+
+def limits_text(limits: messages.ClientLimits) -> str:
+    """Describes what a tenant or a key has left of its limits."""
+    told = limits.rate_limits or messages.RateLimits()
+    parts = [
+        f"{one.remaining:,} of {one.limit:,} {unit} left"
+        for unit, one in (("requests", told.requests), ("tokens", told.tokens))
+        if one is not None
+    ]
+    if limits.max_open:
+        parts.append(f"{limits.open} of {limits.max_open} open")
+    if limits.refused:
+        parts.append(f"{limits.refused:,} refused in the last minute")
+    return f"limits of {f'key {limits.key_id}' if limits.key_id else f'tenant {limits.tenant}'}: {', '.join(parts)}"
 
 
 async def _top(options: argparse.Namespace, client: WireClient) -> int:
@@ -303,12 +334,19 @@ class _Pages:
             return
         self.turned.set()
 
-    def table(self, rows: list[Row], routers: Sequence[messages.RouterStats], width: int, height: int) -> Table:
+    def table(
+        self,
+        rows: list[Row],
+        routers: Sequence[messages.RouterStats],
+        width: int,
+        height: int,
+        limits: Sequence[messages.ClientLimits] = (),
+    ) -> Table:
         """Returns the table of the page that fits on the screen."""
         self._num_workers, self._most = len(rows), max(1, height - _LINES_AROUND)
         if self.first >= len(rows):  # the last workers have left
             self.first = 0
-        return make_table(rows, routers, width, first=self.first, most=self._most)
+        return make_table(rows, routers, width, first=self.first, most=self._most, limits=limits)
 
 
 def _is_screen() -> bool:
@@ -323,7 +361,8 @@ async def _watch(viewer: FleetViewer, pages: _Pages, live: Live, options: argpar
         if viewer.picture.is_complete and not viewer.problem:
             rows = rows_of(viewer.picture, options.model)
             routers = viewer.picture.routers()
-            shown = pages.table(rows, routers, live.console.width, live.console.height)
+            width, height = live.console.width, live.console.height
+            shown = pages.table(rows, routers, width, height, viewer.picture.limits())
             if not rows:
                 shown = _no_workers(options.model)
         live.update(shown, refresh=True)
@@ -355,7 +394,9 @@ async def _show_once(viewer: FleetViewer, options: argparse.Namespace) -> int:
         print(msgspec.json.encode([_to_json(row) for row in rows]).decode())
     else:
         width = max(_WIDTH, Console().width)
-        shown = make_table(rows, viewer.picture.routers(), width) if rows else _no_workers(options.model)
+        picture = viewer.picture
+        table = make_table(rows, picture.routers(), width, limits=picture.limits())
+        shown = table if rows else _no_workers(options.model)
         Console(width=width).print(shown)
     return 0
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from msgspec import UNSET
 
-from tokenbus.protocol.wire import messages
+from tokenbus.protocol.wire import codec, messages, rate_limits
 from tokenbus.protocol.wire.subjects import WorkerAddress
 
 SILENT_AFTER_S = 3.5
@@ -36,6 +36,7 @@ class _RouterView:
         self.numbers: dict[int, messages.WorkerNumbers] = {}
         self.memory: dict[int, messages.WorkerMemory] = {}
         self.queues: list[messages.ModelQueue] = []
+        self.limits: list[messages.ClientLimits] = []
 
     def forget_workers(self) -> None:
         self.sheets, self.numbers, self.memory, self.is_complete = {}, {}, {}, False
@@ -59,6 +60,7 @@ class FleetPicture:
         if digest.router is not UNSET:
             view.stats = digest.router
         if not digest.parts:
+            view.limits = digest.limits
             return
         if digest.part == 0:
             view.queues = digest.queues
@@ -111,6 +113,22 @@ class FleetPicture:
                 queue.model, known.waiting + queue.waiting, known.held + queue.held, progress
             )
         return found
+
+    def limits(self) -> list[messages.ClientLimits]:
+        """Returns the limits that this viewer may see, over all routers; those with most refusals first."""
+        found: dict[tuple[str, str], messages.ClientLimits] = {}
+        for one in (one for view in self._routers.values() for one in view.limits):
+            known = found.get((one.tenant, one.key_id))
+            if known is not None:
+                told = [limits for limits in (known.rate_limits, one.rate_limits) if limits]
+                one = codec.replace(
+                    one,
+                    rate_limits=codec.unset_if_none(rate_limits.least(told)),
+                    open=known.open + one.open,
+                    refused=known.refused + one.refused,
+                )
+            found[one.tenant, one.key_id] = one
+        return sorted(found.values(), key=lambda one: (-one.refused, one.tenant, one.key_id))
 
     def workers(self) -> list[WorkerView]:
         """Returns all workers, ordered by model and name."""

@@ -102,6 +102,8 @@ class AuditWriter:
         self._queue: deque[tuple[AuditRecord, str]] = deque()
         self._ids = secrets.token_hex(6)
         self._num_added = 0
+        self.num_lost = 0
+        """Records that were lost."""
         self._num_lost = 0
         """Since the broker last stored one."""
         self._is_failing = False
@@ -186,6 +188,7 @@ class AuditWriter:
 
     def _lose_one(self) -> None:
         self._num_lost += 1
+        self.num_lost += 1
         self.on_lost(1)
         if self._num_lost == 1 and not self._is_failing:  # once until records are stored again
             self._log.error("audit_lost", count=1)

@@ -361,6 +361,16 @@ class RouterStats(msgspec.Struct, frozen=True, kw_only=True):
     """Large requests that it is receiving in parts."""
     upload_bytes: int = 0
     """Bytes of these requests received so far."""
+    throttled: int = 0
+    """Requests refused in the last minute because of a limit of their key or tenant."""
+    shares_limits: bool = False
+    """Whether limits are shared out evenly, since the bucket by which they hold across routers can't be reached."""
+    usage_unsaved_s: float = 0.0
+    """How long the oldest usage has not been saved."""
+    audit_queued: int = 0
+    """Records that wait to be stored in the audit log."""
+    audit_lost: int = 0
+    """Records that were lost because too many waited."""
 
 
 class ServerLimits(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,6 +8,7 @@ from msgspec import UNSET, UnsetType
 from tokenbus.protocol.wire import errors, limits
 from tokenbus.protocol.wire.cards import RouterStats
 from tokenbus.protocol.wire.codec import Message
+from tokenbus.protocol.wire.rate_limits import RateLimits
 
 FLEET_DIGEST_S = 1.0
 """Time between two digests."""
@@ -127,6 +128,23 @@ class ModelQueue(msgspec.Struct, frozen=True, array_like=True):
     """The share of the model that is loaded, if it is being loaded for them."""
 
 
+class ClientLimits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The limits of a tenant or of an API key, as one router sees them."""
+
+    tenant: str
+    """The tenant."""
+    key_id: str = ""
+    """The key's id; empty for the limits of the tenant."""
+    rate_limits: RateLimits | UnsetType = UNSET
+    """What is left, if requests or tokens are limited."""
+    open: int = 0
+    """Its open requests at this router, if these are limited."""
+    max_open: int = 0
+    """The limit of open requests at all routers; 0: none."""
+    refused: int = 0
+    """Requests that this router has refused in the last minute because of these limits."""
+
+
 class FleetDigest(Message, frozen=True, kw_only=True, omit_defaults=True):
     """Tells what has changed in a router's fleet since the digest before, or everything."""
 
@@ -154,5 +172,8 @@ class FleetDigest(Message, frozen=True, kw_only=True, omit_defaults=True):
     """Numbers of workers that are gone."""
     queues: list[ModelQueue] = []
     """Models of which requests wait here; the others have none. In the first part of each digest."""
+    limits: list[ClientLimits] = []
+    """In the answer to a request without `router_id`: the limits of the asking key and of its tenant. Operators see
+    those of which this router has refused most in the last minute."""
     error: errors.Error | UnsetType = UNSET
     """Why no digest comes."""

@@ -33,6 +33,7 @@ from tokenbus.protocol.wire.cards import WorkerRole as WorkerRole
 from tokenbus.protocol.wire.cards import WorkerState as WorkerState
 from tokenbus.protocol.wire.cards import WorkerTracking as WorkerTracking
 from tokenbus.protocol.wire.codec import Message as Message
+from tokenbus.protocol.wire.fleet import ClientLimits as ClientLimits
 from tokenbus.protocol.wire.fleet import FleetDigest as FleetDigest
 from tokenbus.protocol.wire.fleet import FleetRequest as FleetRequest
 from tokenbus.protocol.wire.fleet import ModelQueue as ModelQueue

@@ -5,11 +5,11 @@ corrected by what it has really taken. Between them, nothing is charged again. W
 collected here, and fetched by `quota.py`."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from tokenbus.protocol.access.keys import KeyLimits
-from tokenbus.protocol.wire import messages, subjects
+from tokenbus.protocol.wire import codec, messages, subjects
 from tokenbus.router.access.slots import SlotShare
 from tokenbus.router.access.windows import DAY_S, WINDOW_S, WindowShare
 
@@ -20,6 +20,9 @@ MAX_EXPECTED = 4_096
 _FIRST_ANSWER = 256.0
 """Tokens that an answer is expected to have while nothing is known."""
 _UNTIL_SLOT_S = 1.0
+_HALF_S = 30.0
+_MAX_SHOWN = 16
+"""Limits that operators are shown."""
 
 REQUESTS, TOKENS, TOKENS_A_DAY, CONCURRENCY = "requests", "tokens", "tokens_per_day", "concurrency"
 UNITS = (REQUESTS, TOKENS, TOKENS_A_DAY, CONCURRENCY)
@@ -50,6 +53,30 @@ class Throttled(NamedTuple):
     account: Account
     reason: str
     retry_after_s: float
+
+
+class Refusals:
+    """Counts refusals of the last minute, by half minutes."""
+
+    __slots__ = ("_before", "_half", "_now")
+
+    def __init__(self) -> None:
+        self._half = self._now = self._before = 0
+
+    def add(self, now: float) -> None:
+        self._roll(now)
+        self._now += 1
+
+    def count(self, now: float) -> int:
+        """Returns the refusals of at least the last half minute, and at most of the last minute."""
+        self._roll(now)
+        return self._before + self._now
+
+    def _roll(self, now: float) -> None:
+        half = int(now // _HALF_S)
+        if half != self._half:
+            self._before = self._now if half == self._half + 1 else 0
+            self._half, self._now = half, 0
 
 
 class _Client(NamedTuple):
@@ -100,6 +127,9 @@ class Limits:
         self.wanted: dict[Account, None] = {}
         """Shares for which more is to be leased."""
         self.on_wanted: Callable[[], None] = lambda: None
+        self.refusals = Refusals()
+        self._refused: OrderedDict[str, Refusals] = OrderedDict()
+        """By scope, those refused last at the end."""
         self._clients: dict[tuple[str, str], _Client] = {}
         self._expected: OrderedDict[tuple[str, str], float] = OrderedDict()
 
@@ -135,6 +165,7 @@ class Limits:
             if share.granted > share.spent:
                 continue
             if share.is_full:
+                self._note_refusal(account, now)
                 words = f"{_of(account, address)} has used up its {share.limit:g} {_SHOWN[account.unit]} for now"
                 return Throttled(account, words, share.wait_s(now))
             is_pending = True
@@ -144,6 +175,7 @@ class Limits:
             if slots.has_room:
                 continue
             if now < slots.full_until:
+                self._note_refusal(account, now)
                 words = f"{_of(account, address)} has as many open requests as it may have: {slots.limit}"
                 return Throttled(account, words, _UNTIL_SLOT_S)
             slots.is_needed = is_pending = True
@@ -184,16 +216,47 @@ class Limits:
 
     def report(self, address: subjects.ModelAddress, now: float) -> messages.RateLimits | None:
         """Returns what key and tenant have left, for the client; None if they have no limits per minute or day."""
-        client = self._client_of(address)
-        if not client.windows:
-            return None
-        least: dict[bool, tuple[int, WindowShare]] = {}
-        for account, share in client.windows:
-            share.roll(now)
-            is_requests, remaining = account.unit == REQUESTS, share.remaining
-            if is_requests not in least or remaining < least[is_requests][0]:
-                least[is_requests] = remaining, share
-        return messages.RateLimits(requests=_told(least.get(True), now), tokens=_told(least.get(False), now))
+        return _report(self._client_of(address).windows, now)
+
+    def seen_by(self, tenant: str, key_id: str, now: float) -> list[messages.ClientLimits]:
+        """Returns the limits of a key and of its tenant, for a viewer with this key, or without one."""
+        client = self._client_of(subjects.ModelAddress("", tenant, key_id))
+        named = ((key_id, key_id), ("", f"={subjects.encode_name(tenant)}"))
+        return [self._seen(tenant, key, client, scope, now) for key, scope in named if _has(client, scope)]
+
+    def most_refused(self, now: float) -> list[messages.ClientLimits]:
+        """Returns the limits of which most was refused in the last minute, for operators."""
+        counts = [(refused.count(now), scope) for scope, refused in self._refused.items()]
+        worst = [scope for count, scope in sorted(counts, reverse=True)[:_MAX_SHOWN] if count]
+        clients = {
+            scope: (tenant, client) for (tenant, _), client in self._clients.items() for scope in _scopes(client)
+        }
+        return [
+            self._seen(clients[scope][0], "" if scope.startswith("=") else scope, clients[scope][1], scope, now)
+            for scope in worst
+            if scope in clients
+        ]
+
+    def _seen(self, tenant: str, key_id: str, client: _Client, scope: str, now: float) -> messages.ClientLimits:
+        windows = [(account, share) for account, share in client.windows if account.scope == scope]
+        slots = next((one for account, one in client.slots if account.scope == scope), None)
+        refused = self._refused.get(scope)
+        return messages.ClientLimits(
+            tenant=tenant,
+            key_id=key_id,
+            rate_limits=codec.unset_if_none(_report(windows, now)),
+            open=0 if slots is None else slots.num_open,
+            max_open=0 if slots is None else slots.limit,
+            refused=0 if refused is None else refused.count(now),
+        )
+
+    def _note_refusal(self, account: Account, now: float) -> None:
+        self.refusals.add(now)
+        refused = self._refused.pop(account.scope, None) or Refusals()
+        self._refused[account.scope] = refused
+        refused.add(now)
+        if len(self._refused) > MAX_ACCOUNTS:
+            self._refused.popitem(last=False)
 
     def due(self, now: float) -> list[Account]:
         """Returns the slots that have to be renewed or given back."""
@@ -277,6 +340,26 @@ class Limits:
 
 def _of(account: Account, address: subjects.ModelAddress) -> str:
     return f"tenant {address.tenant!r}" if account.scope.startswith("=") else f"the API key {account.scope}"
+
+
+def _scopes(client: _Client) -> set[str]:
+    return {account.scope for account, _ in (*client.windows, *client.slots)}
+
+
+def _has(client: _Client, scope: str) -> bool:
+    return bool(scope) and scope in _scopes(client)
+
+
+def _report(windows: Iterable[tuple[Account, WindowShare]], now: float) -> messages.RateLimits | None:
+    least: dict[bool, tuple[int, WindowShare]] = {}
+    for account, share in windows:
+        share.roll(now)
+        is_requests, remaining = account.unit == REQUESTS, share.remaining
+        if is_requests not in least or remaining < least[is_requests][0]:
+            least[is_requests] = remaining, share
+    if not least:
+        return None
+    return messages.RateLimits(requests=_told(least.get(True), now), tokens=_told(least.get(False), now))
 
 
 def _told(least: tuple[int, WindowShare] | None, now: float) -> messages.RateLimit | None:

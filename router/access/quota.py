@@ -18,20 +18,20 @@ import contextlib
 import random
 import secrets
 import time
-from datetime import datetime
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import msgspec
 import structlog
 from nats.aio.msg import Msg
 
 from tokenbus.protocol import tasks
+from tokenbus.protocol.access.usage_store import unix_time_of
 from tokenbus.protocol.bus.bucket import (
+    Bucket,
     BucketConflictError,
     BucketError,
     BucketLimits,
     BucketMissingError,
-    BucketState,
     Entry,
 )
 from tokenbus.protocol.bus.bus import Bus, OutboundBufferLimitError
@@ -72,17 +72,6 @@ _slots = msgspec.msgpack.Decoder(SlotRecord)
 _encoder = msgspec.msgpack.Encoder()
 
 
-class SharedBucket(Protocol):
-    """The part of a bucket that is used (`protocol/bus/bucket.py`)."""
-
-    async def create(self, limits: BucketLimits) -> None: ...
-    async def state(self) -> BucketState: ...
-    async def get(self, key: str) -> Entry | None: ...
-    async def put(self, key: str, value: bytes) -> int: ...
-    async def create_entry(self, key: str, value: bytes) -> int: ...
-    async def update(self, key: str, value: bytes, revision: int) -> int: ...
-
-
 class Quota:
     """The limits of one router's clients, which all routers enforce together."""
 
@@ -92,7 +81,7 @@ class Quota:
         bus: Bus,
         names: subjects.Subjects,
         router_id: str,
-        bucket: SharedBucket | None,
+        bucket: Bucket | None,
         metrics: RouterMetrics,
         rng: random.Random,
     ) -> None:
@@ -205,6 +194,22 @@ class Quota:
         """Returns what a client has left of its limits, for an answer; None if it has none."""
         return self._limits.report(address, self.now) if self._limits.has_any(address) else None
 
+    def seen_by(self, tenant: str, key_id: str, *, is_operator: bool) -> list[messages.ClientLimits]:
+        """Returns the limits that a viewer of the fleet may see: its own, or for operators those that refuse most."""
+        if not self._limits.are_used:
+            return []
+        return self._limits.most_refused(self.now) if is_operator else self._limits.seen_by(tenant, key_id, self.now)
+
+    @property
+    def num_throttled(self) -> int:
+        """The requests that limits have refused in the last minute."""
+        return self._limits.refusals.count(self.now)
+
+    @property
+    def is_sharing(self) -> bool:
+        """Whether limits are shared out evenly since their bucket can't be reached."""
+        return self._limits.are_used and self._bucket is not None and not self.is_leasing
+
     def _refusal(self, throttled: Throttled, address: subjects.ModelAddress, now: float) -> errors.RequestError:
         wait_ms = round(throttled.retry_after_s * 1e3, 1)
         error = errors.make_error(errors.Code.OVERLOADED, throttled.reason, retry_after_ms=wait_ms)
@@ -270,7 +275,7 @@ class Quota:
         with contextlib.suppress(OutboundBufferLimitError, ConnectionError):
             self._bus.publish(self._names.router_beat(self._router_id), b"" if self.is_leasing else _SHARES)
 
-    async def _probe(self, bucket: SharedBucket) -> None:
+    async def _probe(self, bucket: Bucket) -> None:
         """Reads the broker's clock, and finds out whether the bucket is there and is the same one."""
         self._probed_at = time.monotonic()
         try:
@@ -281,7 +286,7 @@ class Quota:
             await bucket.put(_CLOCK, b"")
             entry = await bucket.get(_CLOCK)
             if entry is not None:
-                self._offset_s = _unix(entry.written_at) - (began_at + time.monotonic()) / 2
+                self._offset_s = unix_time_of(entry.written_at) - (began_at + time.monotonic()) / 2
         except BucketError as error:
             if not self._created:
                 self._others_lease = not isinstance(error, BucketMissingError)  # the broker may have no JetStream
@@ -289,9 +294,9 @@ class Quota:
             return
         if state.created != self._created:
             was_known, self._created = bool(self._created), state.created
-            self._begin_leasing(_unix(state.created), is_first=not was_known)
+            self._begin_leasing(unix_time_of(state.created), is_first=not was_known)
         elif self._leases_from == _NEVER:
-            self._begin_leasing(_unix(state.created), is_first=False)
+            self._begin_leasing(unix_time_of(state.created), is_first=False)
 
     def _begin_leasing(self, created_at: float, *, is_first: bool) -> None:
         made, window = int(created_at // WINDOW_S), self._window
@@ -368,7 +373,7 @@ class Quota:
                 slots.has_ended = False
                 self._limits.wanted[account] = None
 
-    async def _try(self, bucket: SharedBucket, account: Account) -> bool:
+    async def _try(self, bucket: Bucket, account: Account) -> bool:
         """Leases once; returns False to try again. Raises BucketError."""
         key = f"{account.scope}.{account.unit}"
         entry = await bucket.get(key)
@@ -394,7 +399,7 @@ class Quota:
         self._metrics.quota_leases.labels(account.unit).inc()
         return True
 
-    async def _store(self, bucket: SharedBucket, key: str, entry: Entry | None, record: msgspec.Struct) -> None:
+    async def _store(self, bucket: Bucket, key: str, entry: Entry | None, record: msgspec.Struct) -> None:
         value = _encoder.encode(record)
         if entry is None:
             await bucket.create_entry(key, value)
@@ -421,10 +426,3 @@ def _decoded(decoder: "msgspec.msgpack.Decoder[Any]", value: bytes | None) -> An
         return decoder.decode(value)
     except (msgspec.MsgspecError, ValueError):
         return None
-
-
-def _unix(written_at: str) -> float:
-    """Returns the Unix time of the broker's `2026-11-24T18:10:00.123456789Z`."""
-    seconds, _, rest = written_at.removesuffix("Z").partition(".")
-    fraction = float(f"0.{rest}") if rest.isdigit() else 0.0
-    return datetime.fromisoformat(f"{seconds}+00:00").timestamp() + fraction

@@ -38,14 +38,18 @@ class FleetViewers:
         router_id: str,
         stats: Callable[[float], messages.RouterStats],
         queues: Callable[[], Sequence[messages.ModelQueue]],
+        limits_seen_by: Callable[[str, str, bool], list[messages.ClientLimits]],
     ) -> None:
-        """`stats` returns this router's state at a time, and `queues` the models of which requests wait in it."""
+        """`stats` returns this router's state at a time, `queues` the models of which requests wait in it, and
+        `limits_seen_by` the limits that a viewer may see, given its tenant, its key's id and whether it is an
+        operator."""
         self._bus = bus
         self._replies = replies
         self._fleet = fleet
         self._router_id = router_id
         self._stats = stats
         self._queues = queues
+        self._limits_seen_by = limits_seen_by
         self._views: dict[str, _View] = {}
         """By reply subject."""
         self._digests: FleetDigests | None = None
@@ -57,11 +61,22 @@ class FleetViewers:
     def __len__(self) -> int:
         return len(self._views)
 
-    def ask(self, reply: str, asked: messages.FleetRequest, encoding: codec.Encoding) -> None:
+    def ask(
+        self,
+        reply: str,
+        asked: messages.FleetRequest,
+        encoding: codec.Encoding,
+        tenant: str,
+        key_id: str,
+        *,
+        is_operator: bool,
+    ) -> None:
         """Answers a viewer, or sends it digests for the next seconds. Raises RequestError if there are too many."""
         now = time.monotonic()
         if asked.router_id is None:
-            self._send(reply, messages.FleetDigest(router_id=self._router_id, router=self._stats(now)), encoding)
+            limits = self._limits_seen_by(tenant, key_id, is_operator)
+            told = messages.FleetDigest(router_id=self._router_id, router=self._stats(now), limits=limits)
+            self._send(reply, told, encoding)
         elif asked.router_id == self._router_id:
             self._add(reply, asked, encoding, now)
 

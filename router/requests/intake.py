@@ -15,7 +15,7 @@ import msgspec
 import structlog
 from nats.aio.msg import Msg
 
-from tokenbus.protocol.access.keys import KeyRecord
+from tokenbus.protocol.access.keys import KeyRecord, Role
 from tokenbus.protocol.bus.bus import Bus, Subscription
 from tokenbus.protocol.bus.reply_sender import ReplySender
 from tokenbus.protocol.parts.assembly import UploadLimits
@@ -39,6 +39,7 @@ from tokenbus.router.telemetry.metrics import RouterMetrics
 _requests = codec.Decoder(messages.GenerateRequest)
 _listings = codec.Decoder(messages.ModelsRequest)
 _views = codec.Decoder(messages.FleetRequest)
+_OPERATOR = "operator"
 _DUPLICATE_GRACE_S = 0.05
 """A request whose id is in flight is tried again after this long: its client may have seen the earlier one end before
 this router has."""
@@ -290,8 +291,10 @@ class Intake:
         try:
             encoding = codec.encoding_of(message.headers)
             asked = _views.decode(message.data, encoding) if message.data else messages.FleetRequest()
-            self._find_key(subjects.ModelAddress("", tenant, key_id))
-            self._viewers.ask(message.reply, asked, encoding)
+            key = self._find_key(subjects.ModelAddress("", tenant, key_id))
+            # only the operator's user may ask under this name without a key
+            is_operator = tenant == _OPERATOR if key is None else key.role is Role.OPERATOR
+            self._viewers.ask(message.reply, asked, encoding, tenant, key_id, is_operator=is_operator)
         except codec.MediaTypeError as problem:
             self._viewers.refuse(message.reply, encoding, errors.make_error(errors.Code.INVALID_REQUEST, str(problem)))
         except errors.RequestError as problem:

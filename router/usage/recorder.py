@@ -48,10 +48,15 @@ class UsageRecorder:
             if number:
                 self._metrics.tenant_tokens.labels(tenant, name).inc(number)
 
+    @property
+    def unsaved_s(self) -> float:
+        """How long the oldest usage has not been saved."""
+        return self._writer.unsaved_s()
+
     def show(self) -> None:
         """Brings the gauges up to date."""
         self._metrics.usage_counters.set(len(self._writer.counters))
-        self._metrics.usage_unsaved.set(self._writer.unsaved_s())
+        self._metrics.usage_unsaved.set(self.unsaved_s)
 
 
 def counts_of(end: RequestEnd) -> Counts:

@@ -455,6 +455,16 @@ PUBLIC: list[tuple[str, messages.Message]] = [
         ),
     ),
     ("refused", messages.FleetDigest(router_id="router-1", error=ERROR)),
+    (
+        "limits",
+        messages.FleetDigest(
+            router_id="router-1",
+            limits=[
+                messages.ClientLimits(tenant="acme", key_id="abcdefghij", rate_limits=RATE_LIMITS, refused=2),
+                messages.ClientLimits(tenant="acme", open=3, max_open=8),
+            ],
+        ),
+    ),
     ("all", messages.ModelsRequest()),
     ("a page", messages.ModelsRequest(model="m", after="m.w1", limit=2)),
     (
