@@ -26,6 +26,8 @@ _NUM_REPLICAS = 3
 _OPERATION = "KV-Operation"
 _WRONG_REVISION = (10071, 10164)
 """The broker's error codes for a put that expected another revision."""
+_NO_ROOM = (10023, 10047, 10077)
+"""Those for insufficient resources, insufficient storage, and a stream that can't store more."""
 
 
 class BucketError(Exception):
@@ -38,6 +40,10 @@ class BucketMissingError(BucketError):
 
 class BucketConflictError(BucketError):
     """The key was changed in the meantime: it has another revision than expected."""
+
+
+class BucketFullError(BucketError):
+    """The broker has no room for the value."""
 
 
 class Entry(NamedTuple):
@@ -279,6 +285,8 @@ def _failing() -> Iterator[None]:
         if error.code is None:  # nats-py's notice that nothing answers
             raise BucketMissingError("there is no such bucket, or no JetStream") from error
         words = error.description or str(error)
-        raise (BucketConflictError if error.err_code in _WRONG_REVISION else BucketError)(words) from error
+        if error.err_code in _WRONG_REVISION:
+            raise BucketConflictError(words) from error
+        raise (BucketFullError if error.err_code in _NO_ROOM else BucketError)(words) from error
     except (nats.errors.Error, TimeoutError, OSError, ValueError) as error:
         raise BucketError(str(error) or type(error).__name__) from error

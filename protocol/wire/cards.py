@@ -366,7 +366,7 @@ class RouterStats(msgspec.Struct, frozen=True, kw_only=True):
     shares_limits: bool = False
     """Whether limits are shared out evenly, since the bucket by which they hold across routers can't be reached."""
     usage_unsaved_s: float = 0.0
-    """How long the oldest usage has not been saved."""
+    """Time for which the oldest usage has not been saved."""
     audit_queued: int = 0
     """Records that wait to be stored in the audit log."""
     audit_lost: int = 0

@@ -136,7 +136,7 @@ class ClientLimits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     key_id: str = ""
     """The key's id; empty for the limits of the tenant."""
     rate_limits: RateLimits | UnsetType = UNSET
-    """What is left, if requests or tokens are limited."""
+    """The requests and tokens left, if these are limited."""
     open: int = 0
     """Its open requests at this router, if these are limited."""
     max_open: int = 0

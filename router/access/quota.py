@@ -30,6 +30,7 @@ from tokenbus.protocol.bus.bucket import (
     Bucket,
     BucketConflictError,
     BucketError,
+    BucketFullError,
     BucketLimits,
     BucketMissingError,
     Entry,
@@ -56,6 +57,7 @@ _WAIT_S = 2.0
 _NEVER = 2**62
 _CLOCK = "clock"
 
+_TELL_S = 60.0
 _SHARES = b"shares"
 _HEARD_S = 1.5
 """Time within which the others hear that this router takes shares."""
@@ -102,6 +104,7 @@ class Quota:
         """Nothing is leased until the other routers have been heard."""
         self._resumed_in = -1
         """The window in which this process ran again after a pause: routers that take shares did not count it."""
+        self._tell_at = 0.0
         self._created = ""
         self._others_lease = False
         """Whether other routers may have leased what this one does not know of."""
@@ -359,6 +362,12 @@ class Quota:
                         return
                 except BucketConflictError:
                     self._metrics.quota_conflicts.inc()
+                except BucketFullError as error:
+                    if time.monotonic() >= self._tell_at:
+                        self._tell_at = time.monotonic() + _TELL_S
+                        self._log.error("quota_unreachable", error=str(error), routers=self.num_routers)
+                    self._share_out(account, was_read=True)
+                    return
                 except BucketError:
                     if has_failed:
                         raise
@@ -406,12 +415,13 @@ class Quota:
         else:
             await bucket.update(key, value, entry.revision)
 
-    def _share_out(self, account: Account) -> None:
+    def _share_out(self, account: Account, *, was_read: bool = False) -> None:
+        """Takes an even share of what is left; at once if the record was just read, but can't be stored."""
         share = self._limits.windows.get(account)
         if share is not None:
             share.roll(self.now)
-            if self._window >= self._shares_from:
-                share.share_out(self.num_routers, self.now, is_outage=self._others_lease)
+            if was_read or self._window >= self._shares_from:
+                share.share_out(self.num_routers, self.now, is_outage=self._others_lease and not was_read)
             else:
                 share.is_full = True
         elif (slots := self._limits.slots.get(account)) is not None:

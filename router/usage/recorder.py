@@ -50,7 +50,7 @@ class UsageRecorder:
 
     @property
     def unsaved_s(self) -> float:
-        """How long the oldest usage has not been saved."""
+        """Time for which the oldest usage has not been saved."""
         return self._writer.unsaved_s()
 
     def show(self) -> None:

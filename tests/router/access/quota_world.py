@@ -10,7 +10,14 @@ from nats.aio.msg import Msg
 
 from tests.sim.world import Process, World
 from tokenbus.protocol.access.keys import KeyLimits
-from tokenbus.protocol.bus.bucket import BucketConflictError, BucketError, BucketLimits, BucketState, Entry
+from tokenbus.protocol.bus.bucket import (
+    BucketConflictError,
+    BucketError,
+    BucketFullError,
+    BucketLimits,
+    BucketState,
+    Entry,
+)
 from tokenbus.protocol.wire import errors, subjects
 from tokenbus.router.access.limits import Limits, TenantLimits, Ticket
 from tokenbus.router.access.quota import Quota
@@ -30,7 +37,7 @@ class Broker:
         self.world = world
         self.entries: dict[str, Entry] = {}
         self.created: str | None = None
-        self.is_down = False
+        self.is_down = self.is_full = False
         self.revision = 0
         self.p_lost_answer = 0.0
         self.heard_by: dict[Process, Callable[[Msg], None]] = {}
@@ -103,6 +110,9 @@ class Wire:
         if revision is not None and revision != (known.revision if known else 0):
             await self._hop()
             raise BucketConflictError("wrong revision")
+        if broker.is_full and known is None:
+            await self._hop()
+            raise BucketFullError("maximum bytes exceeded")
         broker.revision += 1
         broker.entries[key] = Entry(key, value, broker.revision, broker.stamp)
         if self._rng.random() < broker.p_lost_answer:

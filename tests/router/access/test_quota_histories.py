@@ -283,6 +283,23 @@ def test_what_is_told_to_be_left_of_a_day_follows_what_other_routers_have_taken(
         assert told.tokens.remaining == pytest.approx(day - 500_020, abs=2 * day / 256)
 
 
+def test_a_bucket_that_is_full_takes_nothing_from_clients_whose_limits_it_has_and_gives_others_even_shares() -> None:
+    with world(5) as virtual:
+        made = QuotaWorld(virtual, 2, LIMITS)
+        virtual.run(25.0)
+        made.routers[0].ask(1)
+        virtual.run(WINDOW_S - made.broker.now % WINDOW_S + 0.5)
+        made.broker.is_full = True
+        for tenant in ("acme", "globex"):
+            for number in range(40):
+                made.routers[number % 2].ask(1, tenant)
+        virtual.run(1.0)
+        counts = {tenant: len(times) for tenant, times in made.let_through.items()}
+        assert 17 <= counts["acme"] <= 19, "one earlier, and the 16 of a window"
+        assert 16 <= counts["globex"] <= 18
+        assert all(router.quota.is_leasing for router in made.routers)
+
+
 def test_the_bucket_that_is_back_is_used_again_and_a_lost_one_is_made_again() -> None:
     with world(5) as virtual:
         made = QuotaWorld(virtual, 2, LIMITS)
