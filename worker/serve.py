@@ -6,7 +6,7 @@ import contextlib
 import os
 import secrets
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,7 @@ from tokenbus.worker.broker.lifeline import Lifeline
 from tokenbus.worker.contract.engine_errors import ModelError
 from tokenbus.worker.contract.engine_settings import EngineSettings, check_choices
 from tokenbus.worker.engine_client.engine_process import EngineProcess
+from tokenbus.worker.files.model_files import is_hub_name
 from tokenbus.worker.models import registry
 from tokenbus.worker.on_demand import model_sizes
 from tokenbus.worker.on_demand.models import OnDemandModels, OnDemandReplica
@@ -34,6 +35,9 @@ from tokenbus.worker.telemetry.metrics import WorkerMetrics
 _MAX_REPLICAS = 64
 _MAX_MODEL_CHARS = 4_096
 _PROGRESS_INTERVAL_S = 0.5
+_LEAST_PROGRESS = 0.001
+_MAX_PULLS = 2
+"""Each takes a thread of those that measure models too."""
 _NOT_LOADABLE = {"model", "files", "engine", "scheduler", "onnx"} | {
     "kv_limit_bytes",
     "kv_pool_bytes",
@@ -80,6 +84,7 @@ class WorkerProcess:
         self._ended: asyncio.Queue[Replica | None] = asyncio.Queue()
         """Replicas that have ended; None stands for a task of the process."""
         self._loads: set[asyncio.Task[None]] = set()
+        self._pulls: set[asyncio.Task[None]] = set()
         self._taken_bytes: dict[Replica, int] = {}
         """The bytes of the memory budget taken by each replica loaded after the start."""
         self._starting = asyncio.Lock()
@@ -136,7 +141,7 @@ class WorkerProcess:
                 if replica.started.done():
                     life.result()  # raises what ended it, since that concerns all replicas
         finally:
-            replicas = [*self._loads, *self._replicas.values()]
+            replicas = [*self._loads, *self._pulls, *self._replicas.values()]
             for running in (replicas, lives):  # replicas still announce that they have stopped
                 for task in running:
                     task.cancel()
@@ -171,9 +176,9 @@ class WorkerProcess:
             replica.apply_settings(settings)
 
     def load(self, control: internal.Control, on_progress: OnProgress) -> None:
-        """Loads a model alongside the others and reports progress until it serves."""
+        """Loads a model alongside the others and reports progress until it serves; or only fetches it."""
         try:
-            model = self._requested_model(control)
+            work = self._requested(control, on_progress)
         except errors.RequestError as error:
             on_progress(internal.ControlReply(ok=False, error=error.error))
             return
@@ -182,9 +187,21 @@ class WorkerProcess:
         def failed(_: Exception) -> None:
             on_progress(internal.ControlReply(ok=False, error=errors.make_error(errors.Code.INTERNAL)))
 
-        task = tasks.background("load", self._load(model, on_progress), failed)
-        self._loads.add(task)
-        task.add_done_callback(self._loads.discard)
+        running = self._pulls if control.op == "pull" else self._loads
+        task = tasks.background("load", work, failed)
+        running.add(task)
+        task.add_done_callback(running.discard)
+
+    def _requested(self, control: internal.Control, on_progress: OnProgress) -> Coroutine[Any, Any, None]:
+        """Returns what a message asks for. Raises RequestError if it is not allowed."""
+        assert control.model is not None
+        if control.op == "pull":
+            return self._pull(_name_on_hub(control.model, len(self._pulls)), on_progress)
+        if len(self._loads) >= _MAX_REPLICAS:
+            raise errors.request_error(errors.Code.OVERLOADED, f"{_MAX_REPLICAS} models are being loaded")
+        if control.served_name is None and (worker_id := self._on_demand.worker_of(control.model)):
+            return self._load_on_demand(control.model, worker_id, on_progress)
+        return self._load(self._requested_model(control), on_progress)
 
     def _requested_model(self, control: internal.Control) -> ModelToServe:
         """Returns the model that a `load` message requests. Raises RequestError if it is invalid."""
@@ -220,6 +237,44 @@ class WorkerProcess:
         if len(engines) < 2:
             return {}
         return {name: await asyncio.to_thread(model_sizes.weight_bytes, one) for name, one in engines.items()}
+
+    async def _load_on_demand(self, name: str, worker_id: str, on_progress: OnProgress) -> None:
+        """Requests a model as routers do, until it is loaded."""
+        while self._on_demand.worker_of(name) == worker_id:
+            reply = self._on_demand.want(name)
+            if not reply.ok or reply.progress == 1.0:
+                on_progress(msgspec.structs.replace(reply, worker_ids=[worker_id] if reply.ok else []))
+                return
+            # the first report has been made, and each one of 0 is logged
+            on_progress(msgspec.structs.replace(reply, progress=max(reply.progress or 0.0, _LEAST_PROGRESS)))
+            await asyncio.sleep(_PROGRESS_INTERVAL_S)
+        gone = errors.make_error(errors.Code.NO_WORKER, f"{worker_id} was drained while it was loading")
+        on_progress(internal.ControlReply(ok=False, error=gone))
+
+    async def _pull(self, name: str, on_progress: OnProgress) -> None:
+        """Fetches a model on a thread, which ends with the next bytes if this task is cancelled."""
+        share, is_wanted = 0.0, True
+
+        def note(fraction: float) -> None:
+            nonlocal share
+            share = fraction
+            if not is_wanted:
+                raise ModelError("the worker stops")
+
+        layouts = registry.layouts(registry.engine_of(name, self._settings.models[0].engine.engine))
+        fetching = tasks.awaited(asyncio.to_thread(registry.find_as, name, layouts, note))
+        try:
+            while not (await asyncio.wait([fetching], timeout=_PROGRESS_INTERVAL_S))[0]:
+                on_progress(internal.ControlReply(ok=True, progress=round(min(max(share, _LEAST_PROGRESS), 0.99), 3)))
+            await fetching
+        except ModelError as error:
+            refusal = errors.make_error(errors.Code.INVALID_REQUEST, str(error), param="model")
+            on_progress(internal.ControlReply(ok=False, error=refusal))
+            return
+        finally:
+            is_wanted = False
+            fetching.cancel()
+        on_progress(internal.ControlReply(ok=True, progress=1.0))
 
     async def _load(self, model: ModelToServe, on_progress: OnProgress) -> None:
         added: list[Replica] = []
@@ -308,6 +363,16 @@ class WorkerProcess:
             note(replica.load_progress)
         if life.done():
             life.result()
+
+
+def _name_on_hub(name: str, num_pulls: int) -> str:
+    """Returns the name of a model to fetch. Raises RequestError."""
+    if len(name) > _MAX_MODEL_CHARS or not is_hub_name(name):
+        problem = "model must be a name on the Hub, such as org/repo or org/repo:Q4_K_M"
+        raise errors.request_error(errors.Code.INVALID_REQUEST, problem, param="model")
+    if num_pulls >= _MAX_PULLS:
+        raise errors.request_error(errors.Code.OVERLOADED, f"this worker fetches {num_pulls} models already")
+    return name
 
 
 def _served_name(model: str, asked: str | None) -> str:

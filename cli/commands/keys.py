@@ -13,15 +13,14 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
-from tokenbus.cli.console import arguments, audit_flags, connection_flags, key_audit, key_flags, key_table, moments
+from tokenbus.cli.console import arguments, audit_flags, connection_flags, key_flags, key_table, moments
 from tokenbus.cli.console.arguments import ArgumentType
 from tokenbus.cli.console.flags import Parser, UsageError
-from tokenbus.cli.console.key_audit import KeyAudit
 from tokenbus.cli.console.session import EXIT_INTERRUPTED, print_error, printable
 from tokenbus.client.wire.wire_client import WireClient
-from tokenbus.protocol.access import key_changes, keys
+from tokenbus.protocol.access import key_audit, key_changes, keys
 from tokenbus.protocol.access.audit_log import AuditSettings
-from tokenbus.protocol.access.key_ring import MAX_KEYS
+from tokenbus.protocol.access.key_audit import KeyAudit
 from tokenbus.protocol.access.key_source import BUCKET
 from tokenbus.protocol.access.key_stores import KeyStore, KeyStoreError
 from tokenbus.protocol.access.keys import KeyLimits, KeyRecord, Role
@@ -222,11 +221,8 @@ def _create(options: argparse.Namespace) -> _Action:
         )
 
     async def create(store: KeyStore, connection: Connection | None) -> int:
-        await store.create()
-        if len((await store.load()).records) >= MAX_KEYS:
-            return print_error(f"there are {MAX_KEYS} keys, and there can't be more")
         secret, record = make()
-        await store.add(record)
+        await key_changes.add(store, record)
         await _audit(options, connection, record, **key_audit.facts_of(record))
         if connection is not None and record.models != ("*",):
             await _warn_of_models(options, connection, record)
@@ -258,7 +254,7 @@ def _change(options: argparse.Namespace) -> _Action:
         if connection is not None and "models" in changes:
             await _warn_of_models(options, connection, record)
         _say(f"the key {key_id} {'has changed in ' + ', '.join(changes) if changes else 'has all of this already'}")
-        shown = key_table.fields_of_key(record, now)
+        shown = record.shown(now)
         print(json.dumps(shown) if options.json else key_table.details(record, now))
         return 0
 
@@ -290,7 +286,7 @@ def _revoke(options: argparse.Namespace) -> _Action:
         for before in found:
             record = await key_changes.change(store, before.id, lambda one: key_changes.revoked(one, now))
             await _audit(options, connection, record, was_revoked=before.revoked_at is not None or None)
-            shown.append(key_table.fields_of_key(record, now))
+            shown.append(record.shown(now))
             since = f"had been revoked at {moments.text_of_moment(record.revoked_at or now)} already"
             _say(f"the key {record.id} {'is revoked' if before.revoked_at is None else since}")
         if options.json:
@@ -307,7 +303,7 @@ def _list(options: argparse.Namespace) -> _Action:
         for name, problem in found.problems.items():
             _say(f"the record {name!r} can't be used: {problem}")
         if options.json:
-            print(json.dumps([key_table.fields_of_key(one, now) for one in records]))
+            print(json.dumps([one.shown(now) for one in records]))
         elif records:
             print(key_table.table(records, now))
         else:
@@ -320,7 +316,7 @@ def _list(options: argparse.Namespace) -> _Action:
 def _show(options: argparse.Namespace) -> _Action:
     async def show(store: KeyStore, connection: Connection | None) -> int:
         record, now = await _get(store, await _find(store, options.ids[0])), time.time()
-        fields = key_table.fields_of_key(record, now)
+        fields = record.shown(now)
         print(json.dumps(fields) if options.json else key_table.details(record, now))
         return 0
 
@@ -359,7 +355,7 @@ async def _get(store: KeyStore, key_id: str) -> KeyRecord:
 
 def _print_secret(options: argparse.Namespace, secret: str, record: KeyRecord) -> int:
     """Prints a whole key, and nothing else, on standard output."""
-    fields = {"key": secret} | key_table.fields_of_key(record, time.time())
+    fields = {"key": secret} | record.shown(time.time())
     try:
         print(json.dumps(fields) if options.json else secret, flush=True)
     except OSError as error:

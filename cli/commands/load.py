@@ -60,7 +60,7 @@ async def _load(options: argparse.Namespace, client: WireClient) -> int:
             op="load_adapter", adapter=adapter, path=path, tenants=None if tenants is None else list(tenants)
         )
         done = f"{options.worker_id} has the adapter {adapter}"
-        return await worker_control.carry_out(options, client, control, done, worker_control.SILENCE_S)
+        return await worker_control.carry_out(client, options.worker_id, control, done)
     control = internal.Control(
         op="load",
         model=options.source,
@@ -68,7 +68,7 @@ async def _load(options: argparse.Namespace, client: WireClient) -> int:
         replicas=options.replicas,
         settings=dict(options.set),
     )
-    async for reply in worker_control.ask(options, client, control):
+    async for reply in worker_control.ask(client, options.worker_id, control):
         if not reply.ok:
             assert reply.error is not None
             return await print_request_error(client, None, reply.error)
@@ -85,6 +85,6 @@ async def _unload(options: argparse.Namespace, client: WireClient) -> int:
     if options.lora is not None:
         control = internal.Control(op="unload_adapter", adapter=options.lora)
         done = f"{worker} takes no new requests for the adapter {options.lora}"
-        return await worker_control.carry_out(options, client, control, done, worker_control.SILENCE_S)
+        return await worker_control.carry_out(client, worker, control, done)
     done = f"{worker} accepts no new requests, and leaves when its running ones have ended or moved"
-    return await worker_control.carry_out(options, client, internal.Control(op="unload"), done)
+    return await worker_control.carry_out(client, worker, internal.Control(op="unload"), done)

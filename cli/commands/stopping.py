@@ -1,6 +1,7 @@
 """`tokenbus stop` and `drain`: an operator ends one request, or all of a worker's, with what was generated so far."""
 
 import argparse
+import contextlib
 from functools import partial
 
 from tokenbus.cli.console import arguments, connection_flags, worker_control
@@ -45,13 +46,15 @@ async def _stop(options: argparse.Namespace, client: WireClient) -> int:
     """Asks every worker, since only the one that runs a request knows it."""
     workers = [card.address for card in await worker_control.cards(client)]
     refusals: list[errors.Error] = []
-    async for worker, reply in worker_control.ask_each(
-        options, workers, internal.Control(op="stop", request_id=options.key)
-    ):
-        if reply.ok:
-            print(f"{worker.worker_id} has ended {options.key} with what it had generated")
-            return 0
-        refusals += [reply.error] if reply.error is not None and reply.error.param != "request_id" else []
+    control = internal.Control(op="stop", request_id=options.key)
+    async with contextlib.aclosing(client.command_workers(workers, control)) as replies:
+        async for worker, reply in replies:
+            if reply.ok:
+                print(f"{worker.worker_id} has ended {options.key} with what it had generated")
+                return 0
+            is_elsewhere = reply.error is None or reply.error.param == "request_id"
+            if reply.error is not None and not is_elsewhere and reply.error.code is not errors.Code.NO_WORKER:
+                refusals.append(reply.error)
     for refusal in refusals[:1]:  # such as that of a worker of an earlier version
         return await print_request_error(client, None, refusal)
     return print_error(f"no worker runs {options.key}: it has ended, or no worker has it yet")
@@ -62,4 +65,4 @@ async def _drain(options: argparse.Namespace, client: WireClient) -> int:
     control = internal.Control(op="drain", grace_s=options.grace_s, handover_s=handover_s)
     then = "stopped" if handover_s == 0 else "moved"
     done = f"{options.worker_id} accepts no new requests, and leaves when its running ones have ended or been {then}"
-    return await worker_control.carry_out(options, client, control, done)
+    return await worker_control.carry_out(client, options.worker_id, control, done)

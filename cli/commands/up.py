@@ -19,7 +19,6 @@ from tokenbus.cli.console import (
     config,
     connection_flags,
     first_key,
-    key_audit,
     key_flags,
     nats_server,
     screen,
@@ -28,7 +27,6 @@ from tokenbus.cli.console import (
 )
 from tokenbus.cli.console.flags import Parser, command_line, dest_of, text_of
 from tokenbus.cli.console.instructions import SystemAddresses
-from tokenbus.cli.console.key_audit import KeyAudit
 from tokenbus.cli.console.run_logs import RunLogs
 from tokenbus.cli.console.session import print_error
 from tokenbus.cli.console.supervisor import EXIT_BAD_SETTINGS, ProcessSupervisor, StartError
@@ -37,7 +35,9 @@ from tokenbus.demo import MODEL_PATH, ONNX_PATH
 from tokenbus.gateway.admission import keys
 from tokenbus.gateway.admission.settings import GatewaySettings
 from tokenbus.gateway.http import listen
+from tokenbus.protocol.access import key_audit
 from tokenbus.protocol.access.audit_log import AuditSettings
+from tokenbus.protocol.access.key_audit import KeyAudit
 from tokenbus.protocol.access.key_source import BUCKET, KeySettings
 from tokenbus.protocol.access.key_stores import KeyStore, KeyStoreError
 from tokenbus.protocol.bus import connection as nats

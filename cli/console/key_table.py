@@ -1,8 +1,6 @@
 """Shows keys to people and to programs, without the digests of their secrets."""
 
-import enum
 from collections.abc import Iterable
-from typing import Any
 
 from rich.cells import cell_len
 
@@ -21,24 +19,6 @@ _LIMITS = {
 }
 
 
-_FIELDS = tuple(name for name in KeyRecord.__struct_fields__ if name not in ("v", "hash", "limits", "old_secret"))
-
-
-class KeyState(enum.StrEnum):
-    VALID = "valid"
-    NOT_YET = "not yet valid"
-    EXPIRED = "expired"
-    REVOKED = "revoked"
-
-
-def state_of(record: KeyRecord, now: float) -> KeyState:
-    if record.revoked_at is not None:
-        return KeyState.REVOKED
-    if record.expires_at is not None and now >= record.expires_at:
-        return KeyState.EXPIRED
-    return KeyState.NOT_YET if now < record.not_before else KeyState.VALID
-
-
 def table(records: Iterable[KeyRecord], now: float) -> str:
     """Returns a table with a line for each key, by tenant and name."""
     ordered = sorted(records, key=lambda one: (one.tenant, one.name, one.id))
@@ -52,7 +32,7 @@ def details(record: KeyRecord, now: float) -> str:
     old = record.old_secret
     lines = {
         "id": record.id,
-        "state": str(state_of(record, now)),
+        "state": str(record.state_at(now)),
         "tenant": printable(record.tenant),
         "name": printable(record.name),
         "role": str(record.role),
@@ -69,16 +49,6 @@ def details(record: KeyRecord, now: float) -> str:
     return "\n".join(f"{name:<{width}}  {text}" for name, text in lines.items() if text)
 
 
-def fields_of_key(record: KeyRecord, now: float) -> dict[str, Any]:
-    """Returns a key for JSON; times are Unix times in seconds."""
-    old = record.old_secret
-    return {name: getattr(record, name) for name in _FIELDS} | {
-        "limits": {name: getattr(record.limits, name) for name in _LIMITS},
-        "old_secret_valid_until": old.valid_until if old else None,
-        "state": state_of(record, now),
-    }
-
-
 def _row(record: KeyRecord, now: float) -> tuple[str, ...]:
     expires = text_of_moment(record.expires_at) if record.expires_at is not None else "-"
     return (
@@ -89,7 +59,7 @@ def _row(record: KeyRecord, now: float) -> tuple[str, ...]:
         _models(record),
         _limits(record.limits),
         expires,
-        str(state_of(record, now)),
+        str(record.state_at(now)),
     )
 
 

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import TypeVar, Unpack
 
 from msgspec import UNSET
@@ -21,12 +21,13 @@ from tokenbus.client.wire.chunk_stream import ChunkStream
 from tokenbus.client.wire.fleet_viewer import FleetViewer
 from tokenbus.client.wire.inbox import Inbox
 from tokenbus.client.wire.request_fields import GenerateFields
+from tokenbus.client.wire.worker_commands import WorkerCommands, WorkerReply
 from tokenbus.protocol.access import keys
 from tokenbus.protocol.bus import bus
 from tokenbus.protocol.bus import connection as nats
 from tokenbus.protocol.shared_answer import SharedAnswer
 from tokenbus.protocol.telemetry import tracing
-from tokenbus.protocol.wire import block_hash, codec, errors, limits, messages, subjects
+from tokenbus.protocol.wire import block_hash, codec, errors, internal, limits, messages, subjects
 from tokenbus.protocol.wire.checks import validation
 from tokenbus.protocol.wire.default_model import default_model
 
@@ -75,6 +76,7 @@ class WireClient:
         """Models that were served at most a second ago, for requests that name none."""
         self._inboxes = [self._inbox]
         """The inboxes of all tenants that share the connection; the connection's own comes first."""
+        self._commands: set[WorkerCommands] = set()
 
     def __repr__(self) -> str:
         return f"<WireClient of {self._connection!r}, {self.num_streams} streams>"
@@ -336,6 +338,22 @@ class WireClient:
             return False
         return self._read(_cancels, answer).cancelled
 
+    async def command_workers(
+        self, workers: Sequence[subjects.WorkerAddress], control: internal.Control, inbox_prefix: str = ""
+    ) -> AsyncGenerator[WorkerReply, None]:
+        """Sends an operator's command to workers; yields their replies until each has given its last one, or an error
+        in its place. Workers record who commands them by the prefix of the inbox, which is this client's own unless
+        another is given. Close the iterator if it is left early. Raises ConnectionError."""
+        inbox = f"{inbox_prefix or self._inbox.prefix}.{secrets.token_hex(8)}"
+        commands = WorkerCommands(self._connection, self._names, inbox, workers, control)
+        self._commands.add(commands)
+        try:
+            async with contextlib.aclosing(commands.replies()) as replies:
+                async for one in replies:
+                    yield one
+        finally:
+            self._commands.discard(commands)
+
     async def close(self) -> None:
         """Cancels all running requests and disconnects."""
         for inbox in reversed(self._inboxes):
@@ -349,6 +367,8 @@ class WireClient:
     def _permissions_violated(self, words: str) -> None:
         for inbox in self._inboxes:
             inbox.permissions_violated(words)
+        for commands in self._commands:
+            commands.permissions_violated(words)
 
     def _begin_span(
         self, model: str | None, request: messages.GenerateRequest, headers: tracing.Headers

@@ -1,4 +1,4 @@
-"""Changes of keys that are stored already. Each is tried again if somebody else has changed the key meanwhile, so that
+"""Changes of keys. One of a stored key is tried again if somebody else has changed the key meanwhile, so that
 of a revocation and a rotation at the same time the revocation always holds."""
 
 from collections.abc import Callable, Mapping
@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from tokenbus.protocol.access.key_ring import MAX_KEYS
 from tokenbus.protocol.access.key_stores import KeyConflictError, KeyStore, KeyStoreError
 from tokenbus.protocol.access.keys import KeyRecord, NewKey, OldSecret
 
@@ -14,6 +15,14 @@ _MAX_TRIES = 20
 
 class UnknownKeyError(KeyStoreError):
     """The store has no key with this id."""
+
+
+async def add(store: KeyStore, record: KeyRecord) -> None:
+    """Adds a key to a store, which is made if it is not there. Raises KeyStoreError, also if there are too many keys."""
+    await store.create()
+    if len((await store.load()).records) >= MAX_KEYS:
+        raise KeyStoreError(f"there are {MAX_KEYS} keys, and there can't be more")
+    await store.add(record)
 
 
 async def change(store: KeyStore, key_id: str, edit: Callable[[KeyRecord], KeyRecord]) -> KeyRecord:

@@ -11,7 +11,7 @@ import hashlib
 import hmac
 import re
 import secrets
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
@@ -25,6 +25,7 @@ VERSION = 1
 _SECRET_BYTES = 32
 _KEY = re.compile(r"tb_([a-z2-7]{10})_([A-Za-z0-9_-]{43})")
 _ID = re.compile(r"[a-z2-7]{10}")
+_NOT_SHOWN = ("v", "hash", "limits", "old_secret")
 _MAX_COUNT = 2**53 - 1
 """The largest whole number that every JSON reader keeps exact."""
 
@@ -43,6 +44,15 @@ class Role(enum.StrEnum):
     """Look at the fleet and at its tenant's usage, and make no requests."""
     OPERATOR = "operator"
     """All of this for all tenants, and load, unload, drain and stop."""
+
+
+class KeyState(enum.StrEnum):
+    """Whether a key may be used, as it is shown to people."""
+
+    VALID = "valid"
+    NOT_YET = "not yet valid"
+    EXPIRED = "expired"
+    REVOKED = "revoked"
 
 
 class KeyLimits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -109,6 +119,23 @@ class KeyRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     def is_valid_at(self, now: float) -> bool:
         """Whether it may be used at a Unix time."""
         return self.problem_at(now) is None
+
+    def state_at(self, now: float) -> KeyState:
+        """Returns the state of the key at a Unix time."""
+        if self.revoked_at is not None:
+            return KeyState.REVOKED
+        if self.expires_at is not None and now >= self.expires_at:
+            return KeyState.EXPIRED
+        return KeyState.NOT_YET if now < self.not_before else KeyState.VALID
+
+    def shown(self, now: float) -> dict[str, Any]:
+        """Returns the key for JSON, without digests of secrets; times are Unix times in seconds."""
+        old = self.old_secret
+        return {name: getattr(self, name) for name in self.__struct_fields__ if name not in _NOT_SHOWN} | {
+            "limits": {name: getattr(self.limits, name) for name in KeyLimits.__struct_fields__},
+            "old_secret_valid_until": old.valid_until if old else None,
+            "state": self.state_at(now),
+        }
 
     def problem_at(self, now: float) -> str | None:
         """Returns what is wrong with the key at a Unix time, as the end of a sentence about it, or None."""

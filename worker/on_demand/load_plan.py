@@ -38,8 +38,8 @@ class Unload(NamedTuple):
     """The action to drain and unload a model, whose state is already UNLOADING."""
 
     name: str
-    reason: Literal["idle", "room"]
-    """Whether it was idle for long, or another model needs its memory."""
+    reason: Literal["idle", "room", "operator"]
+    """Whether it was idle for long, another model needs its memory, or an operator wants that."""
 
 
 class LoadState(enum.StrEnum):
@@ -66,6 +66,8 @@ class _Model:
         """Whether it has had a request since it was loaded."""
         self.failure: errors.Error | None = None
         self.failed_at = 0.0
+        self.is_released = False
+        """Whether an operator wants it unloaded."""
 
     def idle_s(self, now: float) -> float:
         """Returns how long it has been unused."""
@@ -155,7 +157,7 @@ class LoadPlan:
     def failed(self, name: str, reason: str, now: float, code: errors.Code = errors.Code.NO_WORKER) -> None:
         """Notes that a model could not be loaded, or was lost and can't be reloaded. It now takes no memory."""
         model = self._models[name]
-        model.state, model.wanted_since = LoadState.UNLOADED, None
+        model.state, model.wanted_since, model.is_released = LoadState.UNLOADED, None, False
         text = f"the model {name} can't be loaded: {reason}"
         model.failure = errors.make_error(code, text, retry_after_ms=_FAILURE_TTL_S * 1e3)
         model.failed_at = now
@@ -165,6 +167,10 @@ class LoadPlan:
         model = self._models[name]
         assert model.state is LoadState.UNLOADING, self
         model.state = LoadState.UNLOADED
+
+    def release(self, name: str) -> None:
+        """Notes that an operator wants a model unloaded that is LOADED. The next request for it loads it again."""
+        self._models[name].is_released = self._models[name].state is LoadState.LOADED
 
     def remove(self, name: str) -> None:
         """Forgets a model that is no longer served."""
@@ -182,6 +188,8 @@ class LoadPlan:
         """Returns the next action, and assumes that it is carried out. The machine has `free_bytes` of free memory.
 
         Call it again after each action, after each change, and several times a second."""
+        if released := next((name for name, one in self._models.items() if one.is_released), ""):
+            return self._unload(released, "operator")
         if overdue := self._overdue(now):
             return self._unload(overdue, "idle")
         name = self._first_wanted(now)
@@ -250,8 +258,8 @@ class LoadPlan:
         victim = min(idle, key=lambda one: self._models[one].idle_since or now)
         return self._unload(victim, "room")
 
-    def _unload(self, name: str, reason: Literal["idle", "room"]) -> Unload:
-        self._models[name].state = LoadState.UNLOADING
+    def _unload(self, name: str, reason: Literal["idle", "room", "operator"]) -> Unload:
+        self._models[name].state, self._models[name].is_released = LoadState.UNLOADING, False
         return Unload(name, reason)
 
 

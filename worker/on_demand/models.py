@@ -28,7 +28,7 @@ from tokenbus.worker.files.model_files import source_name
 from tokenbus.worker.models import registry
 from tokenbus.worker.on_demand import model_sizes
 from tokenbus.worker.on_demand.load_plan import LoadPlan, LoadState, LoadStep, Unload
-from tokenbus.worker.replica.endpoints import OnLoad
+from tokenbus.worker.replica.endpoints import OnLoad, OwnModel
 from tokenbus.worker.replica.replica import Replica
 from tokenbus.worker.settings.settings import ModelToServe, WorkerSettings
 from tokenbus.worker.telemetry.metrics import WorkerMetrics
@@ -40,7 +40,11 @@ class LoadListener(Protocol):
     """Learns the state of a replica's model."""
 
     def want(self, name: str) -> internal.ControlReply:
-        """A router asks for the model; returns how far it is."""
+        """A router or an operator asks for the model; returns how far it is."""
+        ...
+
+    def release(self, name: str) -> internal.ControlReply:
+        """An operator asks for the model's memory; returns whether it will be unloaded."""
         ...
 
     def model_loaded(self, name: str) -> None:
@@ -71,8 +75,9 @@ class OnDemandReplica(Replica):
         on_load: OnLoad,
         listener: LoadListener,
     ) -> None:
-        process, on_want = EngineProcess(settings.log.variables()), partial(listener.want, model.served_name)
-        super().__init__(settings, line, model, worker_id, model.engine, process, metrics, tracer, on_load, on_want)
+        process, name = EngineProcess(settings.log.variables()), model.served_name
+        own = OwnModel(partial(listener.want, name), partial(listener.release, name))
+        super().__init__(settings, line, model, worker_id, model.engine, process, metrics, tracer, on_load, own)
         self._listener = listener
         self._listing = _listing(model.engine, 1)
         self._load_requested = asyncio.Event()
@@ -324,6 +329,20 @@ class OnDemandModels:
         replica, state = self._replicas[name], self._plan.state_of(name)
         progress = {LoadState.LOADING: min(replica.load_progress, 0.99), LoadState.LOADED: 1.0}.get(state, 0.0)
         return internal.ControlReply(ok=True, progress=round(progress, 3))
+
+    def release(self, name: str) -> internal.ControlReply:
+        """Unloads a model that is loaded, when its running requests have ended."""
+        if self._plan.state_of(name) is LoadState.LOADING:
+            early = errors.request_error(errors.Code.INVALID_REQUEST, f"{name} is being loaded: unload it after that")
+            return internal.ControlReply(ok=False, error=early.error)
+        self._plan.release(name)
+        self._changed.set()
+        return internal.ControlReply(ok=True)
+
+    def worker_of(self, name: str) -> str:
+        """Returns the id of the replica that loads a model on demand; empty if none does."""
+        replica = self._replicas.get(name)
+        return "" if replica is None else replica.worker_id
 
     def _act(self, now: float) -> None:
         for name, replica in self._replicas.items():

@@ -55,9 +55,17 @@ def _allow(request: messages.Message) -> None:
 
 
 OnLoad = Callable[[internal.Control, OnProgress], None]
-"""Loads more models alongside the worker's own, and reports how far it is."""
+"""Loads or fetches more models beside the worker's own, and reports how far it is."""
 OnWant = Callable[[], internal.ControlReply]
 """Starts loading the worker's own model if necessary; returns the progress."""
+
+
+class OwnModel(NamedTuple):
+    """Loads and unloads the worker's own model, if that is loaded on demand."""
+
+    want: OnWant
+    release: Callable[[], internal.ControlReply]
+    """Unloads it when its running requests have ended; the next request for it loads it again."""
 
 
 class WorkerCommands(NamedTuple):
@@ -66,6 +74,8 @@ class WorkerCommands(NamedTuple):
     drain: Drain
     adapters: Adapters
     want: OnWant
+    release: Callable[[], internal.ControlReply] | None
+    """Unloads the worker's own model and keeps the worker, if it is loaded on demand."""
     replaced: Callable[[str], None]
     """Another frontend has started later under the same name; takes the reason to show."""
     load: OnLoad | None
@@ -242,18 +252,24 @@ class Endpoints:
                 if (serving := self._announcer.serving) is not None:
                     serving.engine.clear_cache()
                 self._answer_operator(message, control, internal.ControlReply(ok=True))
-            case internal.Control(op="load", model=str()) if self._worker.load is not None:
+            case internal.Control(op="load" | "pull", model=str()) if self._worker.load is not None:
                 self._worker.load(control, lambda reply: self._answer_operator(message, control, reply))
             case internal.Control(op="load_adapter" | "unload_adapter", adapter=str()):
                 failed = internal.ControlReply(ok=False, error=errors.make_error(errors.Code.INTERNAL))
                 change = self._change_adapters(message, control)
                 self._start(change, lambda _: self._answer_operator(message, control, failed))
+            case internal.Control(op="unload") if self._worker.release is not None and not self._is_ending:
+                self._answer_operator(message, control, self._worker.release())
             case internal.Control(op="drain" | "unload"):
                 self._answer_operator(message, control, internal.ControlReply(ok=True))
                 self._worker.drain.request(control.grace_s, control.handover_s)
             case _:
                 refusal = errors.make_error(errors.Code.UNSUPPORTED, f"op {control.op!r} with these fields", param="op")
                 self._answer_operator(message, control, internal.ControlReply(ok=False, error=refusal))
+
+    @property
+    def _is_ending(self) -> bool:
+        return self._announcer.state.is_ending
 
     def _stop(self, key: str) -> internal.ControlReply:
         if self._streams.stop(key, messages.StoppedBy.OPERATOR):

@@ -22,7 +22,7 @@ from tokenbus.worker.contract import contract
 from tokenbus.worker.kv_exchange.exchange import KvExchange
 from tokenbus.worker.kv_exchange.transport import Connect
 from tokenbus.worker.replica.drain import Drain
-from tokenbus.worker.replica.endpoints import Endpoints, OnLoad, OnWant, WorkerCommands
+from tokenbus.worker.replica.endpoints import Endpoints, OnLoad, OwnModel, WorkerCommands
 from tokenbus.worker.settings.settings import FrontendSettings
 from tokenbus.worker.streams.guardians import Guardians
 from tokenbus.worker.streams.outbox import Outbox
@@ -56,11 +56,11 @@ class Frontend:
         metrics: ReplicaMetrics,
         tracer: tracing.Tracer,
         on_load: OnLoad | None = None,
-        on_want: OnWant | None = None,
+        own_model: OwnModel | None = None,
     ) -> None:
-        """`on_load` loads more models alongside this one; None if that is not possible. `on_want` loads this one; None
-        if it is loaded from the start."""
-        self._on_want = on_want
+        """`on_load` loads more models alongside this one; None if that is not possible. `own_model` is None if this one
+        is loaded from the start."""
+        self._own_model = own_model
         self._line = line
         self.bus, self._incoming = bus, _ = BusShare(line.bus), BusShare(line.incoming)
         self._names = names
@@ -75,7 +75,8 @@ class Frontend:
         self.streams = Streams(self.announcer, self._outbox, telemetry, settings, self.exchange, self.adapters, reach)
         self.drain = Drain()
         self._replaced_by: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        commands = WorkerCommands(self.drain, self.adapters, self.want, self.replaced, on_load, line)
+        release = None if own_model is None else own_model.release
+        commands = WorkerCommands(self.drain, self.adapters, self.want, release, self.replaced, on_load, line)
         prefixes = settings.inbox_prefixes
         self._endpoints = Endpoints(bus, names, self.announcer, self.streams, prefixes, commands, metrics)
         self._guardians = Guardians(bus, names, self.announcer, self._outbox, self.streams, reach)
@@ -149,8 +150,8 @@ class Frontend:
 
     def want(self) -> internal.ControlReply:
         """Starts loading the model if necessary; returns the progress."""
-        if self._on_want is not None and not self.announcer.state.is_ending:
-            return self._on_want()
+        if self._own_model is not None and not self.announcer.state.is_ending:
+            return self._own_model.want()
         return internal.ControlReply(ok=True, progress=float(self.announcer.serving is not None))
 
     def step_done(self) -> None:

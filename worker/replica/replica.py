@@ -29,7 +29,7 @@ from tokenbus.worker.engine_client.client import EngineClient
 from tokenbus.worker.engine_client.engine_process import EngineLink, EngineProcess
 from tokenbus.worker.engine_client.listener import EngineListener, Observation
 from tokenbus.worker.engine_client.supervisor import EngineSupervisor
-from tokenbus.worker.replica.endpoints import OnLoad, OnWant
+from tokenbus.worker.replica.endpoints import OnLoad, OwnModel
 from tokenbus.worker.replica.frontend import Frontend
 from tokenbus.worker.replica.health import HealthMonitor
 from tokenbus.worker.settings.adapter_settings import split_tenants
@@ -88,9 +88,9 @@ class Replica(EngineListener):
         metrics: WorkerMetrics,
         tracer: tracing.Tracer,
         on_load: OnLoad,
-        on_want: OnWant | None = None,
+        own_model: OwnModel | None = None,
     ) -> None:
-        """`on_load` loads more models alongside this one. `on_want` starts loading this one, if it is loaded on
+        """`on_load` loads more models alongside this one. `own_model` loads and unloads this one, if it is loaded on
         demand: then an engine that can't be restarted ends, and is not retried indefinitely."""
         self.worker_id = worker_id
         self.served_name = model.served_name
@@ -102,7 +102,7 @@ class Replica(EngineListener):
         self._model = model
         self._engine = engine
         self._process = process
-        self._is_patient = on_want is None
+        self._is_patient = own_model is None
         self._memory_fd = claims.open_memory()
         """An in-memory file for copies of blocks, which each engine hands on to the next one."""
         self._metrics = ReplicaMetrics(metrics, model.served_name, worker_id)
@@ -114,7 +114,7 @@ class Replica(EngineListener):
         names = subjects.Subjects(settings.prefix)
         self._line = line
         self.frontend = Frontend(
-            line, names, self.served_name, worker_id, settings.frontend, self._metrics, tracer, on_load, on_want
+            line, names, self.served_name, worker_id, settings.frontend, self._metrics, tracer, on_load, own_model
         )
         runner.lose_events(self.frontend.bus, names.events(self.served_name, worker_id), engine)
         self.frontend.on_tick = self._tick

@@ -204,7 +204,7 @@ class WorkerMetrics(MetricFamilies):
         self.loading = gauge("loading", "1 while an engine is being started.")
         self.model_loads = counter("model_loads", "Loads of models on demand, by outcome: ok or failed.", outcome=())
         self.model_unloads = counter(
-            "model_unloads", "Unloaded models, by reason: idle, or room for another.", reason=()
+            "model_unloads", "Unloaded models, by reason: idle, room for another, or an operator.", reason=()
         )
         self.model_load_seconds = histogram(
             "model_load_seconds", "From the decision to load a model on demand until it serves.", REQUEST_BUCKETS

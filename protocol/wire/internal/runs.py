@@ -134,7 +134,7 @@ class Control(public.Message, frozen=True, kw_only=True, omit_defaults=True):
 
     op: (
         Literal["drop", "cancel", "resync", "stop", "drain", "clear_cache", "retain"]
-        | Literal["load", "unload", "load_adapter", "unload_adapter"]
+        | Literal["load", "unload", "load_adapter", "unload_adapter", "pull"]
     )
     """The command. `cancel` and `resync` are clients', passed on by a router with the client's reply subject."""
     request_id: str | None = None
@@ -161,9 +161,10 @@ class Control(public.Message, frozen=True, kw_only=True, omit_defaults=True):
     """The time to `retain` it; 0: it is evicted first. A router waits for no reply."""
     model: str | None = None
     """The model to `load` beside the worker's own: a file, a directory or a name on the Hub, as seen from the worker.
-    Without it, `load` asks a worker whose card says `loadable` for its own model. A load in progress is joined. There
-    is one reply, with the `progress`; a router asks again every 500 ms, and a model that no router has asked for in 3 s
-    is no longer loaded."""
+    The name of a model that its process loads on demand loads that one. Without it, `load` asks a worker whose card
+    says `loadable` for its own model. A load in progress is joined. There is one reply, with the `progress`; a router
+    asks again every 500 ms, and a model that no router has asked for in 3 s is no longer loaded. For `pull`, the name
+    on the Hub of a model to fetch onto the worker's machine, without loading it."""
     served_name: str | None = None
     """The name under which to serve the model to `load`; the file's name if absent."""
     replicas: int = 1
@@ -186,7 +187,7 @@ class ControlReply(public.Message, frozen=True, kw_only=True, omit_defaults=True
     error: errors.Error | None = None
     """Why the command was not carried out."""
     progress: float | None = None
-    """The share of a `load` that is done, 0 to 1. More replies follow until it is 1 or `ok` is false."""
+    """The share of a `load` or `pull` that is done, 0 to 1. More replies follow until it is 1 or `ok` is false."""
     worker_ids: list[str] = []
     """The new replicas, once a `load` is done."""
     epoch: str | None = None

@@ -1,4 +1,4 @@
-"""Writes changes of keys to the audit log, for the commands that make them."""
+"""Writes changes of keys to the audit log, for those who make them."""
 
 import secrets
 import time
@@ -12,7 +12,7 @@ from tokenbus.protocol.bus.connection import Connection
 
 
 class KeyAudit:
-    """The audit log, as one command writes to it."""
+    """The audit log, as one who changes keys writes to it."""
 
     def __init__(self, connection: Connection, prefix: str, settings: AuditSettings, actor: str) -> None:
         """`prefix` is that of all subjects, `actor` the one who makes the changes."""
