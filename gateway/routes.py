@@ -20,7 +20,6 @@ from starlette.routing import Route, request_response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tokenbus.gateway import openapi
-from tokenbus.gateway.console.pages import ConsolePages
 from tokenbus.gateway.dialects import DIALECTS, dialect_of
 from tokenbus.gateway.http import body, http_errors
 from tokenbus.gateway.http.http_errors import ApiError, ErrorResponse
@@ -158,10 +157,10 @@ class Routes:
         return listing.of_patterns(tenant.caller.models).with_aliases(self._services.aliases)
 
 
-def make_app(services: Services, routes: Routes, console: ConsolePages, allowed_origins: Sequence[str]) -> Starlette:
-    """Returns the ASGI application. Web pages from the allowed origins may use it."""
+def make_app(services: Services, routes: Routes, console: Sequence[Route], allowed_origins: Sequence[str]) -> Starlette:
+    """Returns the ASGI application, with the routes of the console. Web pages from the allowed origins may use it."""
     app = Starlette(
-        routes=console.routes() + routes.paths(),
+        routes=[*console, *routes.paths()],
         middleware=_cors(allowed_origins),
         exception_handlers=dict.fromkeys((ApiError, errors.RequestError, HTTPException, Exception), _on_error),
     )

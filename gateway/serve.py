@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import os
 import socket
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from tokenbus.gateway.admission.concurrency_limit import ConcurrencyLimit
 from tokenbus.gateway.admission.metrics import ClosedConnections, GatewayMetrics
 from tokenbus.gateway.admission.settings import GatewaySettings
 from tokenbus.gateway.admission.tenants import Tenants
+from tokenbus.gateway.console.acts import ConsoleActs
 from tokenbus.gateway.console.pages import ConsolePages
 from tokenbus.gateway.console.viewers import ConsoleViewers
 from tokenbus.gateway.dialects import refusal_response
@@ -27,6 +29,7 @@ from tokenbus.gateway.storage.records import Records
 from tokenbus.protocol import tasks
 from tokenbus.protocol.access import audit_log, usage_store
 from tokenbus.protocol.access.audit_log import AuditWriter
+from tokenbus.protocol.access.key_audit import KeyAudit
 from tokenbus.protocol.access.keys import KeyRecord
 from tokenbus.protocol.access.usage_store import UsageStore
 from tokenbus.protocol.bus import connection as nats
@@ -90,12 +93,21 @@ async def serve(settings: GatewaySettings, read_settings: Callable[[], GatewaySe
         )
         routes = Routes(services)
         viewers = ConsoleViewers(client.view_fleet)
-        app = make_app(services, routes, ConsolePages(services, viewers), settings.allowed_origins)
+        acts = _console_acts(settings, services, connection)
+        pages = ConsolePages(services, viewers, acts.parts_of)
+        app = make_app(services, routes, acts.routes() + pages.routes(), settings.allowed_origins)
         gateway = Gateway(settings, services, app, max_connections, measured, viewers)
         page = metrics.MetricsCollector(measured.families(), gateway.update_gauges)
         await stack.enter_async_context(status.serving(settings.status_page, page.registry, routes.unready_reason))
         signals.on_hangup(read_settings, gateway.apply_settings)
         await gateway.run(listening, connection, stop)
+
+
+def _console_acts(settings: GatewaySettings, services: Services, connection: nats.Connection) -> ConsoleActs:
+    store = settings.key_settings.store(connection, settings.prefix) if settings.key_settings.are_used else None
+    audit = functools.partial(KeyAudit, connection, settings.prefix, settings.audit_settings)
+    log = audit if settings.audit_settings.audit else None
+    return ConsoleActs(services, store, log, is_allowed=settings.console_operate)
 
 
 def _tokens(settings: GatewaySettings) -> Tokens | None:

@@ -31,6 +31,8 @@ def add_flags(parser: Parser) -> None:
     flag("--tenant-inbox", text("PREFIX"), inbox, unset="--nats-inbox")
     flag = key_flags.add_flags(parser)
     flag("--revoke-ends-streams", SWITCH, "end the open streams of a key that is revoked")
+    operate = "let operators load, unload and drain workers and change keys at /console/ (see docs/security.md)"
+    flag("--console-operate", SWITCH, operate)
     audit_flags.add_flags(parser)
     flag = parser.group("OpenID Connect")
     issuer = "issuer whose tokens are taken as keys, e.g. https://login.example.org; needs the extra `oidc`"

@@ -152,12 +152,13 @@ def settings_of(options: argparse.Namespace) -> SystemSettings:
     for_audit = command_line([flag for flag in options.passed_on if flag.title == audit_flags.TITLE], options)
     for_router = [*with_keys, *for_audit, *(["--usage"] if options.keys == BUCKET else [])]
     router.settings_of(_options_of("router", router.add_flags, for_router))
-    for_gateway = _options_of("gateway", gateway.add_flags, [*with_keys, *for_audit])
+    acting = [*with_keys, *for_audit, "--console-operate"]
+    for_gateway = _options_of("gateway", gateway.add_flags, acting)
     gateway_settings = gateway.settings_of(for_gateway)
     port = None if for_gateway.port == _GATEWAY.port else for_gateway.port
     return SystemSettings(
         arguments=ProcessArguments(
-            ["worker", *given], ["router", *for_router], ["gateway", *with_keys, *for_audit, f"--grace-s={_GRACE_S:g}"]
+            ["worker", *given], ["router", *for_router], ["gateway", *acting, f"--grace-s={_GRACE_S:g}"]
         ),
         names=worker.names_of(found),
         host=options.host or for_gateway.host,

@@ -21,7 +21,7 @@ from tokenbus.client.wire.chunk_stream import ChunkStream
 from tokenbus.client.wire.fleet_viewer import FleetViewer
 from tokenbus.client.wire.inbox import Inbox
 from tokenbus.client.wire.request_fields import GenerateFields
-from tokenbus.client.wire.worker_commands import WorkerCommands, WorkerReply
+from tokenbus.client.wire.worker_commands import OperatorCommands, WorkerReply
 from tokenbus.protocol.access import keys
 from tokenbus.protocol.bus import bus
 from tokenbus.protocol.bus import connection as nats
@@ -76,7 +76,7 @@ class WireClient:
         """Models that were served at most a second ago, for requests that name none."""
         self._inboxes = [self._inbox]
         """The inboxes of all tenants that share the connection; the connection's own comes first."""
-        self._commands: set[WorkerCommands] = set()
+        self._commands: set[OperatorCommands] = set()
 
     def __repr__(self) -> str:
         return f"<WireClient of {self._connection!r}, {self.num_streams} streams>"
@@ -345,7 +345,7 @@ class WireClient:
         in its place. Workers record who commands them by the prefix of the inbox, which is this client's own unless
         another is given. Close the iterator if it is left early. Raises ConnectionError."""
         inbox = f"{inbox_prefix or self._inbox.prefix}.{secrets.token_hex(8)}"
-        commands = WorkerCommands(self._connection, self._names, inbox, workers, control)
+        commands = OperatorCommands(self._connection, self._names, inbox, workers, control)
         self._commands.add(commands)
         try:
             async with contextlib.aclosing(commands.replies()) as replies:

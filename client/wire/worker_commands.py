@@ -30,7 +30,7 @@ class WorkerReply(NamedTuple):
         return not self.reply.ok or self.reply.progress in (None, 1.0)
 
 
-class WorkerCommands:
+class OperatorCommands:
     """One command on its way. Of each worker only the latest reply is kept until it is read."""
 
     def __init__(
@@ -51,7 +51,7 @@ class WorkerCommands:
         self._has_some = asyncio.Event()
 
     def __repr__(self) -> str:
-        return f"<WorkerCommands {self._control.op} to {len(self._workers)}>"
+        return f"<OperatorCommands {self._control.op} to {len(self._workers)}>"
 
     async def replies(self) -> AsyncGenerator[WorkerReply, None]:
         """Yields what the workers reply, until each has given its last reply or has been silent for too long. Close it
@@ -83,9 +83,11 @@ class WorkerCommands:
 
     def permissions_violated(self, words: str) -> None:
         """Ends the commands that the broker forbids."""
+        forbidden = words.lower()  # nats-py reports the subject in lower case
+        text = f"{words}: this process's NATS user may not command workers (docs/security.md)"
         for number, (model, worker_id) in enumerate(self._workers):
-            if f'"{self._names.worker(model, worker_id, "control")}"'.lower() in words.lower():
-                text = f"{words}: only an operator's NATS user may command workers"
+            subject = self._names.worker(model, worker_id, "control")
+            if f'"{subject}"'.lower() in forbidden or self._inbox.lower() in forbidden:
                 self._note(number, internal.ControlReply(ok=False, error=_error(errors.Code.FORBIDDEN, text)))
 
     async def _next(self, until: float) -> list[tuple[int, internal.ControlReply]]:

@@ -49,6 +49,15 @@ async def loads(probe: Probe) -> None:
     expect([(m.get("ok"), m.get("progress")) for m in exchange.messages] == [(True, 1)], "it has something to load")
 
 
+async def pulls(probe: Probe) -> None:
+    """A worker refuses to pull what is no name on the Hub, naming `model`, or any pull, naming `op`."""
+    control = probe.names.worker(probe.target.model, probe.require_workers()[0], "control")
+    reply = await probe.call_internal(control, {"op": "pull", "model": "/etc/passwd"})
+    expect(reply.get("ok") is False, "it fetches a path of its machine")
+    param = (reply.get("error") or {}).get("param")
+    expect(param in ("model", "op"), f"it does not say what is wrong, but names {param}")
+
+
 async def heartbeats(probe: Probe) -> None:
     """Each worker publishes events on its own subject at least every 250 ms, numbered without gaps, or its process
     speaks for it at least once a second and knows its last event."""

@@ -66,6 +66,9 @@ class GatewaySettings:
     """End the open streams of a key that is revoked, instead of letting them finish."""
     aliases: Aliases = dataclasses.field(default_factory=Aliases)
     """Other names for models, and the model for requests that name none."""
+    console_operate: bool = False
+    """Let operators command workers and change keys at the console, for which this gateway's NATS user needs the
+    permissions."""
     allowed_origins: tuple[str, ...] = ()
     """Origins whose web pages may use the gateway (CORS), or `*` for all."""
     max_requests: int = 1_024

@@ -8,6 +8,7 @@ import functools
 import hashlib
 import importlib.resources
 import ipaddress
+from collections.abc import Callable
 
 import msgspec
 from starlette.requests import Request
@@ -27,7 +28,7 @@ FILES = {
     "icon.svg": ("icon.svg", "image/svg+xml"),
 } | {
     f"{name}.js": (f"{name}.js", "text/javascript; charset=utf-8")
-    for name in ("chat", "console", "dom", "fleet", "live", "picture", "session")
+    for name in ("chat", "console", "dom", "fleet", "keys", "live", "operate", "picture", "session", "usage")
 }
 """The files of the page, by their paths below `/console/`."""
 _HEADERS = {
@@ -40,17 +41,19 @@ _HEADERS = {
     "referrer-policy": "no-referrer",
     "cross-origin-resource-policy": "same-origin",
 }
-_PRIVATE = {name: value for name, value in _HEADERS.items() if name != "content-security-policy"} | {
+PRIVATE = {name: value for name, value in _HEADERS.items() if name != "content-security-policy"} | {
     "cache-control": "no-store"
 }
+"""Headers of what only one viewer may see."""
 _LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
+_OF_PROXIES = ("x-forwarded-for", "x-forwarded-host", "x-real-ip", "forwarded", "via")
 _OWN_SITES = ("same-origin", "none")
-_FOREIGN = ErrorResponse(403, "forbidden", "a page of another origin may not use the console")
+FOREIGN = ErrorResponse(403, "forbidden", "a page of another origin may not use the console")
 _NOT_LOCAL = ErrorResponse(
     403,
     "forbidden",
-    "without API keys the console shows the fleet only on this machine, under localhost: give the gateway keys "
-    "(TOKENBUS_API_KEYS), or reach it through a tunnel to its port",
+    "without API keys the console shows the fleet only on this machine, under localhost: start the gateway with --keys "
+    "(docs/keys.md) or TOKENBUS_API_KEYS, or reach it through a tunnel to its port",
 )
 
 
@@ -70,8 +73,12 @@ class Viewer(msgspec.Struct, frozen=True, kw_only=True):
 class ConsolePages:
     """The console of one gateway."""
 
-    def __init__(self, services: Services, viewers: ConsoleViewers) -> None:
+    def __init__(
+        self, services: Services, viewers: ConsoleViewers, acts_of: Callable[[Caller], tuple[str, ...]]
+    ) -> None:
+        """`acts_of` returns the parts of the page with which a caller may do something."""
         self._services = services
+        self._acts_of = acts_of
         self._viewers = viewers
 
     def __repr__(self) -> str:
@@ -111,9 +118,9 @@ class ConsolePages:
             role=caller.role,
             key_id=caller.key_id,
             name=record.name if record is not None else "",
-            can=_parts(caller),
+            can=("fleet", *(() if caller.role is Role.VIEWER else ("chat",)), *self._acts_of(caller), "usage"),
         )
-        return Response(msgspec.json.encode(viewer), media_type="application/json", headers=_PRIVATE)
+        return Response(msgspec.json.encode(viewer), media_type="application/json", headers=PRIVATE)
 
     async def stream(self, request: Request) -> Response:
         """Serves `GET /console/stream`: the events of the fleet. Raises ApiError for those who may not see them."""
@@ -124,15 +131,15 @@ class ConsolePages:
             return self._services.limit.is_draining or not await self._may_still_look(request)
 
         events = self._viewers.events(caller.key_id, is_over)
-        return StreamingResponse(events, media_type=EVENT_STREAM, headers=_PRIVATE | {"x-accel-buffering": "no"})
+        return StreamingResponse(events, media_type=EVENT_STREAM, headers=PRIVATE | {"x-accel-buffering": "no"})
 
     async def _identify(self, request: Request) -> Caller:
         """Returns who looks. Raises ApiError for those who may see nothing."""
         callers = self._services.tenants.callers
         if request.headers.get("sec-fetch-site", "same-origin") not in _OWN_SITES:
-            raise ApiError(_FOREIGN)
+            raise ApiError(FOREIGN)
         if callers.allows_anonymous:
-            _check_local(request)
+            check_local(request)
         return await callers.identify(request.headers)
 
     async def _may_still_look(self, request: Request) -> bool:
@@ -144,12 +151,8 @@ class ConsolePages:
         return True
 
 
-def _parts(caller: Caller) -> tuple[str, ...]:
-    """Returns the parts of the page that a caller may use."""
-    return ("fleet",) if caller.role is Role.VIEWER else ("fleet", "chat")
-
-
-def _check_local(request: Request) -> None:
+def check_local(request: Request) -> None:
+    """Raises ApiError for a request that does not come from a browser on this machine, under its loopback name."""
     host = request.headers.get("host", "").lower()
     name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
     address = request.client.host if request.client else ""
@@ -157,7 +160,7 @@ def _check_local(request: Request) -> None:
         is_local = ipaddress.ip_address(address).is_loopback
     except ValueError:
         is_local = False
-    if not is_local or name not in _LOOPBACK_NAMES or "x-forwarded-for" in request.headers:
+    if not is_local or name not in _LOOPBACK_NAMES or any(one in request.headers for one in _OF_PROXIES):
         raise ApiError(_NOT_LOCAL)
 
 

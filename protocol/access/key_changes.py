@@ -18,7 +18,7 @@ class UnknownKeyError(KeyStoreError):
 
 
 async def add(store: KeyStore, record: KeyRecord) -> None:
-    """Adds a key to a store, which is made if it is not there. Raises KeyStoreError, also if there are too many keys."""
+    """Adds a key to a store, which is made if it is not there. Raises KeyStoreError, also for one key too many."""
     await store.create()
     if len((await store.load()).records) >= MAX_KEYS:
         raise KeyStoreError(f"there are {MAX_KEYS} keys, and there can't be more")

@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import httpx2
 import nats
 import nats.errors
 import pytest
@@ -16,10 +17,13 @@ import pytest
 from tests.support import key_broker
 from tests.support.key_broker import PASSWORD, KeyBroker
 from tests.support.raw_client import PREFIX
-from tests.support.system import System, command
+from tests.support.system import System, command, running_gateway
+from tokenbus.auth.settings import AuthSettings
 from tokenbus.client.client import Client
 from tokenbus.client.errors import TokenbusError
 from tokenbus.protocol.access import keys
+from tokenbus.protocol.access.audit import pattern_of
+from tokenbus.protocol.access.audit_log import AuditLog, StoredRecord
 from tokenbus.protocol.access.keys import KeyLimits, OldSecret, Role
 
 REFUSED = b"-ERR 'Authorization Violation'"
@@ -267,6 +271,43 @@ async def test_a_stream_survives_the_connections_that_its_key_loses(
     finally:
         await operator.close()
         await system.stop()
+
+
+async def test_a_gateway_with_an_operators_rights_acts_and_its_workers_name_the_key(
+    broker: KeyBroker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TOKENBUS_NATS_PASSWORD", PASSWORD)
+    prefixes = ("--inbox-prefix", "_INBOX_key.{tenant}")
+    operator, system = await broker.use_bucket(), System(broker.servers[0], tmp_path)
+    key, record = await broker.new_key(role=Role.OPERATOR)
+    acting = ("--console-operate", "--keys", "bucket", "--audit", "--stored-responses-s", "0")
+    try:
+        who = ("--nats-user", "worker", "--nats-inbox", "_INBOX_worker", *prefixes)
+        system.worker("w", *who, "--engine", "sim", "--audit", model="steps-of-50ms")
+
+        def act(user: str, path: str, body: object) -> httpx2.Response:
+            who = ("--nats-user", user, "--nats-inbox", f"_INBOX_{user}", "--tenant", user)
+            with running_gateway(broker.url, tmp_path, *who, *acting) as gateway:
+                url = f"{gateway.url.removesuffix('/v1')}/console/{path}"
+                return httpx2.post(url, json=body, headers={"x-api-key": key}, timeout=30)
+
+        await system.until_logged("w", "engine_ready")
+        told = {"op": "clear_cache", "workers": [["demo", "w"]]}
+        refused = (await asyncio.to_thread(act, "gateway", "control", told)).json()
+        assert (refused["ok"], refused["error"]["code"]) == (False, "forbidden")
+        assert (await asyncio.to_thread(act, "operator", "control", told)).json()["ok"]
+        made = await asyncio.to_thread(act, "operator", "keys", {"tenant": "globex"})
+        assert (made.status_code, made.json()["warning"]) == (201, "")
+        assert made.json()["id"] in (await broker.store.load()).records
+        async with asyncio.timeout(10):
+            stored: list[StoredRecord] = []
+            while len(stored) < 2:
+                stored, _ = await AuditLog(operator, AuthSettings().prefix).page(1, pattern_of())
+    finally:
+        await operator.close()
+        await system.stop()
+    found = {(one.record.kind, one.record.tenant, one.record.what, one.record.actor) for one in stored if one.record}
+    assert found == {("control", "acme", "clear_cache", record.id), ("key", "globex", "create", record.id)}
 
 
 async def served(client: Client) -> bool:

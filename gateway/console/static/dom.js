@@ -47,7 +47,30 @@ export function setText(target, text) {
 }
 
 export const number = (value) => Math.round(value).toLocaleString("en");
+export const plural = (count, what) => `${number(count)} ${what}${count === 1 ? "" : "s"}`;
 export const share = (part, whole) => (whole ? part / whole : 0);
 export const percent = (value) => `${Math.round(100 * value)} %`;
 export const mib = (value) => (value >= 1024 ? `${(value / 1024).toFixed(1)} GiB` : `${number(value)} MiB`);
 export const clock = (ms) => new Date(ms).toLocaleTimeString();
+
+/** Asks in a dialog before something is done. `lines` say what it means, `fields` are elements for the form, and `action`
+ * names the button. Resolves to the form's values by the names of its fields, or to null if the answer is no. */
+export function askFirst({title, lines = [], fields = [], action, isDangerous = false}) {
+  return new Promise((resolve) => {
+    let answer = null;
+    const no = make("button", {type: "button", on: {click: () => dialog.close()}}, "Cancel");
+    const yes = make("button", {class: isDangerous ? "danger" : null}, action);
+    const form = make("form", {method: "dialog", on: {submit: () => { answer = Object.fromEntries(new FormData(form)); }}},
+      element("h2", title), ...lines.map((line) => element("p", line)), ...fields, make("div", {class: "row"}, no, yes));
+    const dialog = make("dialog", {"aria-label": title, on: {close: () => {
+      dialog.remove();
+      resolve(answer);
+    }}}, form);
+    document.body.append(dialog);
+    dialog.showModal();
+    if (isDangerous) no.focus();
+  });
+}
+
+/** Makes a field with its label; `input` is an <input>, <select> or <textarea>. */
+export const labelled = (text, input) => make("label", {class: "field"}, text, " ", input);

@@ -136,7 +136,8 @@ class Control(public.Message, frozen=True, kw_only=True, omit_defaults=True):
         Literal["drop", "cancel", "resync", "stop", "drain", "clear_cache", "retain"]
         | Literal["load", "unload", "load_adapter", "unload_adapter", "pull"]
     )
-    """The command. `cancel` and `resync` are clients', passed on by a router with the client's reply subject."""
+    """The command. `cancel` and `resync` are clients', passed on by a router with the client's reply subject. `unload`
+    keeps a worker whose model is loaded on demand, and any other leaves."""
     request_id: str | None = None
     """The request to `drop`, `cancel`, `resync` or `stop`, as `<tenant token>:<id>`."""
     body: bytes = b""

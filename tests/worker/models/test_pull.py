@@ -1,12 +1,14 @@
 """`tokenbus pull` brings a model into the Hub's cache whole or says why not, whatever happens on the way."""
 
+import asyncio
 import os
 import random
 import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,11 @@ import pytest
 from tests.support import hub_server
 from tests.support.hub_server import HubServer
 from tests.support.system import command
+from tokenbus.cli.console import nats_server
 from tokenbus.cli.console.supervisor import EXIT_BAD_SETTINGS
+from tokenbus.client.wire.wire_client import WireClient
+from tokenbus.protocol.wire import internal
+from tokenbus.protocol.wire.subjects import WorkerAddress
 from tokenbus.worker.files import model_files
 
 MIB = 1 << 20
@@ -294,3 +300,46 @@ def test_a_conversion_is_listed_and_removed_by_its_files_name(machine: Machine) 
         assert "a worker uses it" in machine.run("models", "--remove", path.name).stderr
     assert machine.run("models", "--remove", path.name).returncode == 0
     assert not path.exists()
+
+
+async def test_a_worker_fetches_a_model_for_an_operator_tells_how_far_it_is_and_stops_fetching_when_it_is_stopped(
+    machine: Machine, hub: HubServer, tmp_path: Path
+) -> None:
+    broker = await nats_server.start(0, tmp_path / "nats.log")
+    sim = ("--engine", "sim", "--model", "steps-of-50ms", "--served-name", "sim", "--worker-id", "w")
+    worker = machine.start("worker", "--nats", broker.url, *sim, TOKENBUS_LOG_LEVEL="error")
+    pull = partial(internal.Control, op="pull")
+    try:
+        async with await WireClient.connect(broker.url) as client:
+
+            async def told(name: str) -> AsyncIterator[internal.ControlReply]:
+                async with asyncio.timeout(60):
+                    async for one in client.command_workers([WorkerAddress("sim", "w")], pull(model=name)):
+                        yield one.reply
+
+            async with asyncio.timeout(60):
+                while (refused := [one async for one in told("/etc/passwd")][-1].error) is None or not refused.param:
+                    await asyncio.sleep(0.05)  # it has not subscribed yet
+            assert "org/repo" in refused.message
+            unknown = [one async for one in told("org/nothing-GGUF")][-1].error
+            assert unknown is not None
+            assert "org/nothing-GGUF" in unknown.message
+            hub.held_at = MIB
+            shares = []
+            async for reply in told(REPO):
+                shares.append(reply.progress or 0.0)
+                if shares[-1] > 0.1:
+                    hub.go_on.set()
+            assert (shares[0], shares[-1], shares == sorted(shares)) == (0.0, 1.0, True)
+            assert (machine.blobs / DIGEST).read_bytes() == WEIGHTS
+            hub.go_on.clear()
+            async for reply in told("org/many-GGUF:Q2_K"):
+                if reply.progress:
+                    break
+        worker.send_signal(signal.SIGTERM)
+        hub.go_on.set()
+        assert await asyncio.to_thread(worker.wait, 30) == 0
+    finally:
+        worker.kill()
+        worker.communicate()
+        broker.stop()

@@ -211,6 +211,24 @@ def test_a_model_whose_size_is_unknown_waits_and_holds_up_no_other() -> None:
     assert plan.next_action(1.5, PLENTY) == LoadStep("a")
 
 
+def test_what_an_operator_wants_unloaded_is_even_if_it_is_busy_and_loaded_again_for_the_next_request() -> None:
+    plan = plan_of(100, a=50)
+    plan.want("a", 0.0)
+    assert plan.next_action(0.0, PLENTY) == LoadStep("a")
+    plan.release("a")  # not loaded yet: nothing
+    plan.loaded("a", 1.0)
+    assert plan.next_action(1.0, PLENTY) is None
+    plan.used("a", idle_since=None)
+    plan.release("a")
+    assert plan.next_action(2.0, PLENTY) == Unload("a", "operator")
+    plan.unloaded("a")
+    assert plan.next_action(3.0, PLENTY) is None
+    plan.want("a", 4.0)
+    assert plan.next_action(4.0, PLENTY) == LoadStep("a")
+    plan.loaded("a", 5.0)
+    assert plan.next_action(5.0, PLENTY) is None
+
+
 NAMES = ("a", "b", "c", "d")
 NEEDS = {"a": 40, "b": 30, "c": 30, "d": 60}
 
@@ -228,6 +246,10 @@ class RandomUse(RuleBasedStateMachine):
     @rule(name=st.sampled_from(NAMES))
     def ask(self, name: str) -> None:
         self.plan.want(name, self.now)
+
+    @rule(name=st.sampled_from(NAMES))
+    def release(self, name: str) -> None:
+        self.plan.release(name)
 
     @rule(seconds=st.floats(0.01, 6.0))
     def wait(self, seconds: float) -> None:
