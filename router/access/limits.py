@@ -95,11 +95,13 @@ _NO_CLIENT = _Client(NO_LIMITS, NO_LIMITS, (), ())
 class Ticket:
     """The charge of a request, to be settled when it ends."""
 
-    __slots__ = ("client", "num_tokens")
+    __slots__ = ("client", "num_pending", "num_tokens")
 
-    def __init__(self, client: _Client, num_tokens: int) -> None:
+    def __init__(self, client: _Client, num_tokens: int, num_pending: int = 0) -> None:
         self.client = client
         self.num_tokens = num_tokens
+        self.num_pending = num_pending
+        """Those of them that this router has charged, and no other one."""
 
     def __repr__(self) -> str:
         return f"<Ticket of {self.num_tokens} tokens>"
@@ -185,10 +187,11 @@ class Limits:
         num_tokens = num_prompt + self._expected_answer(address, most)
         for account, share in client.windows:
             share.charge(1.0 if account.unit == REQUESTS else num_tokens)
+            share.pending += num_tokens
             if share.needs_lease or now >= share.stale_at:
                 self._want(account, share, now)
         self._open(client, now)
-        return Ticket(client, num_tokens)
+        return Ticket(client, num_tokens, num_tokens)
 
     def adopt(self, address: subjects.ModelAddress, num_charged: int, now: float) -> Ticket:
         """Counts a request of another router, which has charged it with that many tokens, as open here."""
@@ -201,6 +204,8 @@ class Limits:
         client = ticket.client
         if client is _NO_CLIENT:
             return
+        for _, share in client.windows:
+            share.pending -= ticket.num_pending
         if num_tokens is not None and num_tokens != ticket.num_tokens:
             for account, share in client.windows:
                 if account.unit != REQUESTS:

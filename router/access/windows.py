@@ -27,6 +27,8 @@ _PARTS = 4
 _DAY_PARTS = 256
 """A lease is at most this part of a day's limit: a router that is killed has spent it in vain."""
 _MAX_LEASES = 64
+_PENDING_S = 1.0
+"""A day's limit that only the charges of open requests have used up may have room again when one of them ends."""
 _RESERVED_S = 1.0
 
 
@@ -78,6 +80,7 @@ class WindowShare:
         "limit",
         "mean_charge",
         "number",
+        "pending",
         "seconds",
         "spent",
         "stale_at",
@@ -95,6 +98,8 @@ class WindowShare:
         self.leased = 0.0
         """The part of it that is in the record."""
         self.spent = 0.0
+        self.pending = 0.0
+        """The part of it, or of earlier windows, that open requests were charged with: they may have used less."""
         self.taken = 0.0
         """The amount that all routers have taken of this window, as far as this one knows."""
         self.stale_at = 0.0 if seconds == DAY_S else math.inf
@@ -173,6 +178,8 @@ class WindowShare:
 
     def wait_s(self, now: float) -> float:
         """Returns the time until there may be a rest again, if this window is full."""
+        if self.seconds == DAY_S and self.spent - self.pending < self.granted:
+            return min(self.ends_at - now, _PENDING_S)
         if self.is_reserved:
             return min(self.ends_at - now, _RESERVED_S)
         if self.is_shared_out and self.growth_per_s:

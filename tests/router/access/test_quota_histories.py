@@ -12,7 +12,7 @@ from tests.router.access.quota_world import ADDRESS, KEY_ID, QuotaWorld
 from tests.sim.world import world
 from tokenbus.protocol.access.keys import KeyLimits
 from tokenbus.protocol.bus.bucket import Entry
-from tokenbus.router.access.limits import Account, TenantLimits
+from tokenbus.router.access.limits import Account, Limits, TenantLimits, Throttled, Ticket
 from tokenbus.router.access.slots import SlotShare
 from tokenbus.router.access.windows import DAY_S, WINDOW_S, Record, WindowShare
 
@@ -131,6 +131,31 @@ def test_a_changed_limit_counts_at_once_and_not_from_the_next_day_on(has_bucket:
                 share.share_out(1, 0.0)
         used.append(share.spent)
     assert used == [100, 300, 300, 1_000]
+
+
+def test_a_day_s_limit_that_open_requests_may_still_give_back_is_no_reason_to_wait_for_tomorrow() -> None:
+    limits = Limits(TenantLimits(), {}, lambda key_id: KeyLimits(tokens_per_day=100))
+    address, record = ADDRESS._replace(key_id=KEY_ID), None
+
+    def admitted() -> Ticket | Throttled:
+        nonlocal record
+        while (found := limits.admit(address, 40, 0, 10.0)) is None:
+            (share,) = limits.windows.values()
+            leased = share.lease(record, "r1", 1)
+            assert leased is not None
+            share.take(leased)
+            share.asked_at, record = None, leased.record
+        return found
+
+    open_ones = []
+    while isinstance(found := admitted(), Ticket):
+        open_ones.append(found)
+    assert found.retry_after_s == 1.0
+    for ticket in open_ones:
+        limits.close(ticket, address, 40, 0)
+    found = admitted()
+    assert isinstance(found, Throttled)
+    assert found.retry_after_s > 80_000
 
 
 def test_a_lowered_limit_ends_what_was_leased_of_the_higher_one() -> None:
