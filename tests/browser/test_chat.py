@@ -220,9 +220,11 @@ async def test_a_revoked_key_is_said_and_the_conversation_is_there_for_the_tenan
         await page.get_by_role("combobox", name="Model", exact=True).select_option("slow")
         await _say(page, "hello")
         await _sees(page, "simulated-")
+        await page.evaluate("document.body.appendChild(document.createElement('dialog')).showModal()")
         await key_changes.change(store, made[0].id, lambda record: key_changes.revoked(record, time.time()))
         await _sees(page, "The gateway does not accept this key")
         assert "42" not in await page.inner_text("body")
+        assert await page.locator("dialog[open]").count() == 0
         await _sign_in(page, made[1].text)
         assert await _answer(page) == "12 + 30 = 42."
         await page.keyboard.press("Escape")

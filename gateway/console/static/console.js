@@ -70,6 +70,7 @@ function login(problem) {
   isSignedIn = false;
   unfollow();
   for (const part of PARTS) $(part).replaceChildren();
+  for (const dialog of document.querySelectorAll("dialog")) dialog.close(); // they may show what only that key may see
   $("main").hidden = $("nav").hidden = $("leave").hidden = true;
   $("login").hidden = false;
   setText($("viewer"), "");
