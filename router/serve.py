@@ -145,7 +145,7 @@ class Router:
             settings.uploads,
             catalog,
             self._lifecycle,
-            PassingOn(bus, names, self.fleet, self.flights, router_id),
+            PassingOn(bus, names, self.fleet, self.flights, self.metrics, router_id),
             self._calls,
             kinds,
             terminals,

@@ -37,6 +37,8 @@ _WORKER = ("--engine", "sim", "--sim-speedup", "5")
 _MODEL = "steps-of-50ms"
 _MAX_TOKENS = 300
 """3 s of the simulated worker."""
+_DEADLINE = 'write_deadline: "2s"'
+"""Of links: until it is over, a broker that has noticed that a link is down may wait for its last write."""
 _WARM_UP_S = 5.0
 _UNDISTURBED_S = 6.0
 _RETURN_S = 3.0
@@ -50,6 +52,7 @@ def _gateways(site: Site, sites: list[Site]) -> str:
     return (
         f'cluster {{ name: {site.name}, listen: "127.0.0.1:6222" }}\n'
         f'gateway {{ name: {site.name}, listen: "{site.far_address}:{LINK_PORT}", connect_retries: 1000000\n'
+        f"{_DEADLINE}\n"
         f"gateways: [{remotes}] }}\n"
     )
 
@@ -57,8 +60,10 @@ def _gateways(site: Site, sites: list[Site]) -> str:
 def _leafs(site: Site, sites: list[Site]) -> str:
     hub = sites[0]
     if site is hub:
-        return f'leafnodes {{ listen: "{hub.far_address}:{LINK_PORT}", no_advertise: true }}\n'
-    return f'leafnodes {{ remotes: [{{ url: "nats://{hub.far_address}:{LINK_PORT}" }}], reconnect: "1s" }}\n'
+        return f'leafnodes {{ listen: "{hub.far_address}:{LINK_PORT}", no_advertise: true, {_DEADLINE} }}\n'
+    return (
+        f'leafnodes {{ remotes: [{{ url: "nats://{hub.far_address}:{LINK_PORT}" }}], reconnect: "1s", {_DEADLINE} }}\n'
+    )
 
 
 TOPOLOGIES: dict[str, Callable[[Site, list[Site]], str]] = {"supercluster": _gateways, "leafs": _leafs}
@@ -83,12 +88,12 @@ class Fleet:
         self._folder = folder
         self._settings = TOPOLOGIES[topology]
         self._system = System(_Brokers(self.sites[0].url), folder)
-        self._places: list[Place] = []
+        self.places: list[Place] = []
         self._num_started = 0
 
     @property
     def records(self) -> list[Record]:
-        return [one for place in self._places for one in place.records]
+        return [one for place in self.places for one in place.records]
 
     async def start(self, num_streams: int) -> None:
         for site in self.sites:
@@ -99,16 +104,16 @@ class Fleet:
         self._worker(self.sites[-1], "far")
         await self._until_ready(self.sites, len(self.sites) + 1)
         for site in self.sites:
-            self._places.append(Place(site.name, site.url, _MAX_TOKENS))
-            await self._places[-1].open()
+            self.places.append(Place(site.name, site.url, _MAX_TOKENS))
+            await self.places[-1].open()
         for number in range(num_streams):
-            place = self._places[number % len(self._places)]
-            model = "far" if number // len(self._places) % 2 else "everywhere"
-            crosses = model == "far" and place is not self._places[-1]
+            place = self.places[number % len(self.places)]
+            model = "far" if number // len(self.places) % 2 else "everywhere"
+            crosses = model == "far" and place is not self.places[-1]
             place.run(model, plain=bool(number % 2), crosses=crosses)
 
     async def stop(self) -> None:
-        for place in self._places:
+        for place in self.places:
             await place.close()
         await self._system.stop()
         for site in self.sites:
@@ -199,6 +204,8 @@ async def transcribe(fleet: Fleet, cuts: list[float]) -> None:
                     await asyncio.sleep(0.1)
         for line in told(ran, started):
             print(f"          {line}", flush=True)
+        if dropped := [place.site for place in fleet.places if any(at >= started for at in place.dropped_at)]:
+            print(f"          plain clients' own connection broke: {', '.join(dropped)}", flush=True)
 
 
 async def measure(options: argparse.Namespace) -> None:

@@ -69,7 +69,9 @@ class Place:
 
     def __init__(self, site: str, url: str, max_tokens: int) -> None:
         self.records: list[Record] = []
-        self._site = site
+        self.dropped_at: list[float] = []
+        """When the plain clients' own connection broke: they miss what is sent meanwhile."""
+        self.site = site
         self._url = url
         self._max_tokens = max_tokens
         self._bus = Nats()
@@ -80,7 +82,12 @@ class Place:
         async def ignore(error: Exception) -> None:
             """Takes what nats-py would print about a broker that is away."""
 
-        await self._bus.connect(self._url, max_reconnect_attempts=-1, reconnect_time_wait=1, error_cb=ignore)
+        async def note() -> None:
+            self.dropped_at.append(time.monotonic())
+
+        await self._bus.connect(
+            self._url, max_reconnect_attempts=-1, reconnect_time_wait=1, error_cb=ignore, disconnected_cb=note
+        )
         self._library = await WireClient.connect(self._url)
 
     @property
@@ -101,7 +108,7 @@ class Place:
 
     async def _repeat(self, model: str, plain: bool, crosses: bool) -> None:
         while True:
-            record = Record(self._site, model, plain, crosses, time.monotonic())
+            record = Record(self.site, model, plain, crosses, time.monotonic())
             self.records.append(record)
             await (self._plain(record) if plain else self._of_library(record))
             record.ended_at = time.monotonic()

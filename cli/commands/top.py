@@ -268,7 +268,8 @@ def _router_lines(router: messages.RouterStats) -> Iterator[str]:
     yield (
         f"router {router.router_id}{at}{part}: {router.decisions} placed, {router.decisions_per_s:.1f} a second "
         f"in {router.decision_p50_us:.0f} µs (p99 {router.decision_p99_us:.0f}), "
-        f"{router.waiting} wait here, {router.continued} continued elsewhere; {router.indexed_blocks} blocks indexed; "
+        f"{router.waiting} wait here, {router.continued} continued elsewhere, "
+        f"{router.passed_on} cancels and resyncs passed on; {router.indexed_blocks} blocks indexed; "
         f"cached {router.predicted_hit_rate:.0%} expected, {router.hit_rate:.0%} real, "
         f"{router.predicted_fetch_rate:.0%} to be fetched, {router.legs} prompts computed elsewhere"
     )

@@ -284,6 +284,13 @@ _FLEET = (
         (Query(rate(f"{_P}_beats_total", ROUTER_FILTER, "instance"), _NAME),),
     ),
     Panel(
+        "Cancels and resyncs passed on",
+        "What clients have sent about streams that workers hold. If there are many resyncs, chunks are lost: look for "
+        "slow consumers at the broker, and for links between brokers that fail.",
+        "short",
+        (Query(rate(f"{_P}_passed_on_total", ROUTER_FILTER, "instance, op"), f"{_NAME} {{{{op}}}}"),),
+    ),
+    Panel(
         "Requests whose worker was lost or left",
         "If `stale` grows, live workers are mistaken for lost: look for a slow network or frozen machines. If "
         "`forgotten` does, prompts take more memory than routers have: add routers.",

@@ -353,6 +353,8 @@ class RouterStats(msgspec.Struct, frozen=True, kw_only=True):
     """Messages of workers that were malformed, out of order, or from unknown workers."""
     continued: int = 0
     """Requests that continued elsewhere after their worker was lost or left."""
+    passed_on: int = 0
+    """Cancels and resyncs of clients that it has passed on to the workers with the streams."""
     predicted_fetch_rate: float = 0.0
     """Share of prompt tokens that were to be fetched from another worker."""
     legs: int = 0

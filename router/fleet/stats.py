@@ -23,6 +23,7 @@ class DecisionStats:
         self.remote_prefills = 0
         self.refused_messages = 0
         self.continued = 0
+        self.passed_on = 0
         self._durations_s: deque[float] = deque(maxlen=_MAX_SAMPLES)
         self._rate = DecayingRate()
 
@@ -70,6 +71,7 @@ class DecisionStats:
             refused_cards=list(refused_cards),
             refused_messages=self.refused_messages,
             continued=self.continued,
+            passed_on=self.passed_on,
             predicted_fetch_rate=round(self.fetch_tokens / placed_tokens, 4),
             legs=self.remote_prefills,
         )

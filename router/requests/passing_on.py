@@ -16,6 +16,7 @@ from tokenbus.protocol.bus.bus import Bus, OutboundBufferLimitError
 from tokenbus.protocol.wire import codec, internal, limits, subjects
 from tokenbus.router.fleet.fleet import Fleet
 from tokenbus.router.requests.flights.flight import Flights
+from tokenbus.router.telemetry.metrics import RouterMetrics
 from tokenbus.router.workers.worker import Worker
 
 VIA = "Tokenbus-Via"
@@ -32,11 +33,20 @@ def is_passed_on(message: Msg) -> bool:
 class PassingOn:
     """Passes on what one router receives."""
 
-    def __init__(self, bus: Bus, names: subjects.Subjects, fleet: Fleet, flights: Flights, router_id: str) -> None:
+    def __init__(
+        self,
+        bus: Bus,
+        names: subjects.Subjects,
+        fleet: Fleet,
+        flights: Flights,
+        metrics: RouterMetrics,
+        router_id: str,
+    ) -> None:
         self._bus = bus
         self._names = names
         self._fleet = fleet
         self._flights = flights
+        self._metrics = metrics
         self._via = {VIA: router_id}
 
     def to_holder(self, op: Literal["cancel", "resync"], message: Msg, address: subjects.RequestAddress) -> None:
@@ -54,6 +64,8 @@ class PassingOn:
         subject = self._names.worker(worker.card.model, worker.card.worker_id, "control")
         with contextlib.suppress(OutboundBufferLimitError, ConnectionError):
             self._bus.publish(subject, codec.encode(control), message.reply)
+            self._metrics.passed_on.labels(op).inc()
+            self._fleet.stats.passed_on += 1
 
     def to_workers(self, message: Msg) -> None:
         """Passes on a message that names no model, unless its stream's worker gets it from routers: publishes it again

@@ -111,6 +111,9 @@ class RouterMetrics(MetricFamilies):
             models,
         )
         self.adopted = Counter(f"{_P}_requests_adopted", "Requests taken over from another router.", ("model",), models)
+        self.passed_on = Counter(
+            f"{_P}_passed_on", "Cancels and resyncs of clients passed on to the workers with the streams.", ("op",)
+        )
         self.stale_attempts = Counter(
             f"{_P}_stale_attempts", "Requests that a worker still had when another one continued them."
         )
@@ -166,6 +169,8 @@ class RouterMetrics(MetricFamilies):
             self.tokenizations.labels(op, "ok")
         for outcome in ("complete", "expired", "given_up", "failed"):
             self.uploads.labels(outcome)
+        for op in ("cancel", "resync"):
+            self.passed_on.labels(op)
         self.reranks.labels("ok")
 
     def show_models(self, served: Collection[str], seen: Iterable[str]) -> None:

@@ -12,6 +12,7 @@ from tokenbus.protocol.bus.bus import Outgoing
 from tokenbus.protocol.wire import codec, internal, subjects
 from tokenbus.router.requests.flights.flight import Flights
 from tokenbus.router.requests.passing_on import VIA, PassingOn, is_passed_on
+from tokenbus.router.telemetry.metrics import RouterMetrics
 
 NAMES = subjects.Subjects()
 
@@ -23,7 +24,7 @@ class Passed:
         self.bus = RecordingBus()
         self.flights = Flights(10, 1_000)
         fleet = fleet_of(card("w1"), card("w2"), card("w3", model="o.ther"))
-        self._passing_on = PassingOn(self.bus, NAMES, fleet, self.flights, "a")  # type: ignore[arg-type]
+        self._passing_on = PassingOn(self.bus, NAMES, fleet, self.flights, RouterMetrics(), "a")  # type: ignore[arg-type]
 
     def on(self, subject: str, data: bytes = b"", headers: dict[str, str] | None = None) -> list[Outgoing]:
         self._passing_on.to_workers(Msg(None, subject, "_INBOX.a", data, headers))  # type: ignore[arg-type]
@@ -81,7 +82,7 @@ class ToHolder:
         self.flights = Flights(10, 1_000)
         cards = (card("w1", takes_passed_on=True), card("old"), card("w3", model="o.ther", takes_passed_on=True))
         self.fleet = fleet_of(*cards, now=time.monotonic())
-        self.passing_on = PassingOn(self.bus, NAMES, self.fleet, self.flights, "a")  # type: ignore[arg-type]
+        self.passing_on = PassingOn(self.bus, NAMES, self.fleet, self.flights, RouterMetrics(), "a")  # type: ignore[arg-type]
 
     def hear(self, message: internal.Events, model: str = "demo") -> None:
         self.fleet.apply_events(model, message, time.monotonic())
@@ -117,6 +118,7 @@ def test_a_stream_that_has_ended_is_known_for_a_minute() -> None:
     assert control_of(to_holder.on(NAMES.resync("r1")))[0] == NAMES.worker("demo", "w1", "control")
     to_holder.fleet.sweep(time.monotonic() + 60.0)
     assert to_holder.on(NAMES.resync("r1")) == []
+    assert to_holder.fleet.stats.passed_on == 1
 
 
 def test_a_stream_that_ended_while_events_were_missed_is_known_too() -> None:

@@ -110,6 +110,7 @@ ROUTER = messages.RouterStats(
     refused_cards=[messages.RefusedCard(worker_id="w9", model="m", reason="its blocks differ")],
     refused_messages=4,
     continued=2,
+    passed_on=3,
     uploads=1,
     upload_bytes=65_536,
 )
