@@ -13,7 +13,7 @@ from tokenbus.protocol.access.keys import KeyRecord, Role
 from tokenbus.protocol.wire import subjects
 
 _ASKING = ("generate", "embed", "rerank", "tokenize", "detokenize", "cache")
-_LOOKING = ("models", "fleet")
+_LOOKING = ("models", "fleet", "trace")
 _ABOUT_REQUESTS = ("cancel", "resync")
 _WILD = frozenset("*?[")
 _MARK_CHARS = 12

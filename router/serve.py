@@ -54,6 +54,7 @@ from tokenbus.router.requests.terminals import TerminalPublisher
 from tokenbus.router.requests.tokenization.piece_cache import PieceCache
 from tokenbus.router.requests.tokenization.prompt_tokenizer import PromptTokenizer
 from tokenbus.router.requests.tokenization.tokenizer_cache import TokenizerCache
+from tokenbus.router.requests.traces import RequestTraces
 from tokenbus.router.settings import RouterSettings
 from tokenbus.router.telemetry.metrics import RouterMetrics
 from tokenbus.router.usage.audited_ends import audit_ends
@@ -136,6 +137,8 @@ class Router:
         self._viewers = FleetViewers(
             bus, self._replies, self.fleet, router_id, self._stats, self._queued, self._limits_seen_by
         )
+        self._traces = RequestTraces(self._replies, router_id, self.flights, lambda: bus.max_payload)
+        self.ends.on_flight = self._traces.keep
         self._opened = asyncio.Event()
         self._intake = Intake(
             bus,
@@ -154,6 +157,7 @@ class Router:
             self._listing,
             keys,
             self._viewers,
+            self._traces,
             self.ends,
         )
         self._guardianship = Guardianship(

@@ -21,6 +21,7 @@ from tokenbus.client.wire.chunk_stream import ChunkStream
 from tokenbus.client.wire.fleet_viewer import FleetViewer
 from tokenbus.client.wire.inbox import Inbox
 from tokenbus.client.wire.request_fields import GenerateFields
+from tokenbus.client.wire.trace_reader import TraceReader, Traces
 from tokenbus.client.wire.worker_commands import OperatorCommands, WorkerReply
 from tokenbus.protocol.access import keys
 from tokenbus.protocol.bus import bus
@@ -248,6 +249,12 @@ class WireClient:
         encoding; MessagePack takes a third of the space."""
         subject = self._names.fleet_for(self._tenant, self._key_id)
         return FleetViewer(self._connection, subject, f"{self._inbox.prefix}.fleet", self._encoding)
+
+    async def traces(self, asked: messages.TraceRequest) -> Traces:
+        """Returns how recent requests of this tenant went, by all routers. Raises RequestError."""
+        subject = self._names.trace_for(self._tenant, self._key_id)
+        reader = TraceReader(asked)
+        return await reader.read(self._connection, subject, f"{self._inbox.prefix}.trace", self._encoding)
 
     async def models_page(self, asked: messages.ModelsRequest, timeout_s: float = 5.0) -> messages.ModelsReply:
         """Returns a page of the models being served; a router of an earlier version returns everything that fits into

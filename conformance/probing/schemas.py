@@ -197,6 +197,21 @@ FLEET_DIGEST: Schema = {
     "left": optional(list_of(COUNT)),
     "queues": optional(list_of(field_types.starting_with(NAME))),
 }
+TRACE: Schema = {
+    "id": NAME,
+    "model": NAME,
+    "received_at_ms": COUNT,
+    "state": NAME,
+    "attempts": optional(list_of(field_types.MAP)),
+    "worker_queue_ms": optional(DURATION),
+    "prefill_ms": optional(DURATION),
+    "total_ms": optional(DURATION),
+    "prompt_tokens": optional(COUNT),
+    "cached_tokens": optional(COUNT),
+    "completion_tokens": optional(COUNT),
+    "gaps": optional(list_of(COUNT)),
+}
+TRACE_ATTEMPT: Schema = {"worker_id": NAME, "begun_ms": DURATION, "accepted_ms": optional(DURATION)}
 WORKER_SHEET: Schema = {
     "number": COUNT,
     "worker_id": NAME,

@@ -18,10 +18,26 @@ from tokenbus.conformance.rules import (
     runs,
     sampling,
     stream,
+    traces,
     workers,
 )
 
-_MODULES = (stream, sampling, encoding, fields, ids, endings, resync, features, models, fleet, workers, runs, guardians)
+_MODULES = (
+    stream,
+    sampling,
+    encoding,
+    fields,
+    ids,
+    endings,
+    resync,
+    features,
+    models,
+    fleet,
+    traces,
+    workers,
+    runs,
+    guardians,
+)
 
 
 class Rule(NamedTuple):

@@ -84,15 +84,27 @@ class Tenants:
         caller = await self.callers.identify(request.headers)
         if not looks_on:
             self.callers.check_requests(caller)
-        found = self._open.get(caller.tenant) or await self._opened(caller.tenant)
+        async with self._in_use(caller.tenant) as found:
+            yield Tenant(caller.tenant, found.client_of(caller.key_id), found.client, caller)
+
+    @contextlib.asynccontextmanager
+    async def looking_at(self, name: str) -> AsyncIterator[WireClient]:
+        """Yields a client that looks at a tenant; the caller has checked who may. Raises RequestError if the broker is
+        away."""
+        async with self._in_use(name) as found:
+            yield found.client
+
+    @contextlib.asynccontextmanager
+    async def _in_use(self, name: str) -> "AsyncIterator[_OpenTenant]":
+        found = self._open.get(name) or await self._opened(name)
         found.num_requests += 1
         try:
-            yield Tenant(caller.tenant, found.client_of(caller.key_id), found.client, caller)
+            yield found
         finally:
             found.num_requests -= 1
             found.idle_since = self._clock()
-            if self._open.get(caller.tenant) is found:
-                self._open[caller.tenant] = self._open.pop(caller.tenant)
+            if self._open.get(name) is found:
+                self._open[name] = self._open.pop(name)
 
     async def tend(self) -> None:
         """Releases the clients of idle tenants until cancelled."""

@@ -16,6 +16,7 @@ from starlette.responses import RedirectResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from tokenbus.gateway.admission.callers import Caller
+from tokenbus.gateway.console.requests import RequestPages
 from tokenbus.gateway.console.viewers import ConsoleViewers
 from tokenbus.gateway.http.http_errors import ApiError, ErrorResponse
 from tokenbus.gateway.http.response_writer import EVENT_STREAM
@@ -28,7 +29,19 @@ FILES = {
     "icon.svg": ("icon.svg", "image/svg+xml"),
 } | {
     f"{name}.js": (f"{name}.js", "text/javascript; charset=utf-8")
-    for name in ("chat", "console", "dom", "fleet", "keys", "live", "operate", "picture", "session", "usage")
+    for name in (
+        "chat",
+        "console",
+        "dom",
+        "fleet",
+        "keys",
+        "live",
+        "operate",
+        "picture",
+        "requests",
+        "session",
+        "usage",
+    )
 }
 """The files of the page, by their paths below `/console/`."""
 _HEADERS = {
@@ -80,6 +93,7 @@ class ConsolePages:
         self._services = services
         self._acts_of = acts_of
         self._viewers = viewers
+        self._requests = RequestPages(services.tenants, self._identify)
 
     def __repr__(self) -> str:
         return f"<ConsolePages {self._viewers!r}>"
@@ -89,6 +103,7 @@ class ConsolePages:
             Route("/console", self.redirect),
             Route("/console/stream", self.stream),
             Route("/console/me", self.me),
+            *self._requests.routes(),
             Route("/console/{file}", self.file),
             Route("/console/", self.file),
         ]
@@ -118,7 +133,13 @@ class ConsolePages:
             role=caller.role,
             key_id=caller.key_id,
             name=record.name if record is not None else "",
-            can=("fleet", *(() if caller.role is Role.VIEWER else ("chat",)), *self._acts_of(caller), "usage"),
+            can=(
+                "fleet",
+                "requests",
+                *(() if caller.role is Role.VIEWER else ("chat",)),
+                *self._acts_of(caller),
+                "usage",
+            ),
         )
         return Response(msgspec.json.encode(viewer), media_type="application/json", headers=PRIVATE)
 

@@ -61,6 +61,10 @@ from tokenbus.protocol.wire.params import ReasoningOptions as ReasoningOptions
 from tokenbus.protocol.wire.params import ResponseFormat as ResponseFormat
 from tokenbus.protocol.wire.rate_limits import RateLimit as RateLimit
 from tokenbus.protocol.wire.rate_limits import RateLimits as RateLimits
+from tokenbus.protocol.wire.traces import RequestTrace as RequestTrace
+from tokenbus.protocol.wire.traces import TraceAttempt as TraceAttempt
+from tokenbus.protocol.wire.traces import TraceReply as TraceReply
+from tokenbus.protocol.wire.traces import TraceRequest as TraceRequest
 
 
 class FinishReason(enum.StrEnum):

@@ -164,6 +164,8 @@ class Subjects:
         self.models_of_keys = f"{prefix}.models.*.*"
         self.fleet = (f"{prefix}.fleet", f"{prefix}.fleet.*")
         self.fleet_of_keys = f"{prefix}.fleet.*.*"
+        self.trace = (f"{prefix}.trace", f"{prefix}.trace.*")
+        self.trace_of_keys = f"{prefix}.trace.*.*"
         self.all_cards = f"{prefix}.card.*.*"
         self.all_events = f"{prefix}.events.*.*"
         self.all_seals = f"{prefix}.events.*.*.seal"
@@ -227,6 +229,9 @@ class Subjects:
 
     def fleet_for(self, tenant: str = DEFAULT_TENANT, key_id: str = "") -> str:
         return f"{self.fleet[0]}{_client(tenant, key_id)}"
+
+    def trace_for(self, tenant: str = DEFAULT_TENANT, key_id: str = "") -> str:
+        return f"{self.trace[0]}{_client(tenant, key_id)}"
 
     def cancel(self, request_id: str, tenant: str = DEFAULT_TENANT, model: str | None = None) -> str:
         return self._of_request("cancel", request_id, tenant, model)
@@ -342,7 +347,8 @@ class Subjects:
         return ModelAddress(decode_name(model), _tenant(client[:1]), decode_name(client[1]) if client[1:] else "")
 
     def parse_models(self, subject: str) -> tuple[str, str]:
-        """Returns the tenant and the key's id in a `models` subject. Raises ValueError for a malformed name."""
+        """Returns the tenant and the key's id in a `models`, `fleet` or `trace` subject. Raises ValueError for a
+        malformed name."""
         client = self._tail(subject)[1:]
         return _tenant(client[:1]), decode_name(client[1]) if client[1:] else ""
 

@@ -193,7 +193,8 @@ class ModelWorkers:
         if prefix is not None:
             self._count_wait(prefix, view, at, most_held - overlap_blocks)
         self.book(worker, request, now, overlap_blocks, source)
-        return Placement(worker, policy.name, overlap_blocks, report, *source)
+        found = len(rows), most_held, float(view.wait_s[at])
+        return Placement(worker, policy.name, overlap_blocks, report, *source, *found)
 
     def book(
         self,

@@ -97,6 +97,12 @@ class Placement(NamedTuple):
     """The number of blocks after the overlap expected from there."""
     remote_prefill_s: float = 0.0
     """If above 0, that worker computes the prompt in a remote prefill, which is expected to take this long."""
+    num_candidates: int = 0
+    """Workers that could have been chosen."""
+    most_held_blocks: int = 0
+    """The most leading blocks of the prompt that any of them holds or is predicted to hold."""
+    wait_s: float = 0.0
+    """The time after which the chosen one is expected to begin to compute the prompt."""
 
     @property
     def has_remote_prefill(self) -> bool:

@@ -110,6 +110,7 @@ class Attempts:
             span = span.start_child("dispatch", "client", known)
         run = self._workers.prepare(card, _RUN, self.to_run(flight, card.epoch, placement), span.headers())
         attempt = Attempt(placement, span, run, time.monotonic())
+        flight.way.add(placement, attempt.began_at, len(flight.completion))
         if self._workers.sender.fits(run.payload):
             self._send(flight, attempt, run)
         return attempt
@@ -361,7 +362,9 @@ class Attempts:
 
     def accept(self, flight: Flight, card: messages.Card) -> None:
         """Hands the request over to a worker that has accepted or kept it."""
-        self._flights.accept(flight, card.worker_id, time.monotonic())
+        now = time.monotonic()
+        self._flights.accept(flight, card.worker_id, now)
+        flight.way.accepted(card.worker_id, now)
         flight.last_words = None
         flight.hash_scheme = flight.hash_scheme or card.hash_scheme
         self._log.debug(

@@ -118,7 +118,10 @@ class Dispatcher:
                     if await self._try(search, placement):
                         return
                 case NoWorker():
-                    if not await self._wait(search):
+                    began_at = time.monotonic()
+                    has_chance = await self._wait(search)
+                    flight.way.held_s += time.monotonic() - began_at
+                    if not has_chance:
                         break
         if not self._is_over(flight):
             raise errors.RequestError(_final_error(flight, search.refused))
@@ -149,6 +152,7 @@ class Dispatcher:
             return True
         if refusal.code is errors.Code.WORKER_LOST:
             search.lost = worker
+        search.flight.way.refused(refusal.code)
         search.refused[worker.card.worker_id] = refusal
         is_busy = refusal.code is errors.Code.OVERLOADED and self._is_patient(search)
         search.tries += not worker.has_no_responders and not is_busy
@@ -201,6 +205,8 @@ class Dispatcher:
             self._give_up(flight, worker)
         if revocation is Revocation.LOST and not is_certain:  # the worker may be alive, and still run the attempt
             self._attempts.move(flight, worker.card.address, flight.attempt)
+        heard_at = worker.last_seen_at if revocation is Revocation.LOST else None
+        flight.way.left(time.monotonic(), heard_at)
         self._metrics.continued.labels(flight.model).inc()
         self._fleet.stats.continued += 1
         self._log.warning(

@@ -34,12 +34,14 @@ from tokenbus.router.requests.listing import SystemListing
 from tokenbus.router.requests.models import ModelCatalog
 from tokenbus.router.requests.passing_on import PassingOn, is_passed_on
 from tokenbus.router.requests.terminals import TerminalPublisher
+from tokenbus.router.requests.traces import RequestTraces
 from tokenbus.router.telemetry.metrics import RouterMetrics
 
 _requests = codec.Decoder(messages.GenerateRequest)
 _listings = codec.Decoder(messages.ModelsRequest)
 _views = codec.Decoder(messages.FleetRequest)
 _OPERATOR = "operator"
+_traces = codec.Decoder(messages.TraceRequest)
 _DUPLICATE_GRACE_S = 0.05
 """A request whose id is in flight is tried again after this long: its client may have seen the earlier one end before
 this router has."""
@@ -69,8 +71,10 @@ class Intake:
         listing: SystemListing,
         keys: KeyChecks | None,
         viewers: FleetViewers,
+        traces: RequestTraces,
         ends: RequestEnds,
     ) -> None:
+        self._traces = traces
         self._ends = ends
         self._keys = keys
         self._part = part
@@ -126,6 +130,8 @@ class Intake:
             await self._share([(self._names.models_of_keys, self._on_models)])
         for subject in (*self._names.fleet, *([] if self._keys is None else [self._names.fleet_of_keys])):
             self._subscriptions.append(await self._bus.subscribe(subject, self._on_fleet))
+        for subject in (*self._names.trace, *([] if self._keys is None else [self._names.trace_of_keys])):
+            self._subscriptions.append(await self._bus.subscribe(subject, self._on_trace))
         # of all routers with the same models, one passes such a message on
         await self._share(((subject, self._pass_on) for subject in self._names.without_model), self._part.queue)
         for subject in self._names.all_cancels if is_whole else self._names.all_cancels[:2]:
@@ -281,6 +287,29 @@ class Intake:
             self._listing.refuse(message.reply, encoding, problem.error)
 
     def _on_fleet(self, message: Msg) -> None:
+        def answer(encoding: codec.Encoding, who: subjects.ModelAddress, key: KeyRecord | None) -> None:
+            asked = _views.decode(message.data, encoding) if message.data else messages.FleetRequest()
+            # only the operator's user may ask under this name without a key
+            is_operator = who.tenant == _OPERATOR if key is None else key.role is Role.OPERATOR
+            self._viewers.ask(message.reply, asked, encoding, who.tenant, who.key_id, is_operator=is_operator)
+
+        self._show(message, answer, self._viewers.refuse)
+
+    def _on_trace(self, message: Msg) -> None:
+        def answer(encoding: codec.Encoding, who: subjects.ModelAddress, key: KeyRecord | None) -> None:
+            asked = _traces.decode(message.data, encoding) if message.data else messages.TraceRequest()
+            validation.check_ranges(asked)
+            self._traces.answer(message.reply, asked, encoding, who.tenant)
+
+        self._show(message, answer, self._traces.refuse)
+
+    def _show(
+        self,
+        message: Msg,
+        answer: Callable[[codec.Encoding, subjects.ModelAddress, KeyRecord | None], None],
+        refuse: Callable[[str, codec.Encoding, errors.Error], None],
+    ) -> None:
+        """Answers one who only looks, in the message's encoding and for its tenant."""
         if not self._may_answer(message):
             return
         try:
@@ -290,15 +319,12 @@ class Intake:
         encoding = codec.Encoding.JSON
         try:
             encoding = codec.encoding_of(message.headers)
-            asked = _views.decode(message.data, encoding) if message.data else messages.FleetRequest()
-            key = self._find_key(subjects.ModelAddress("", tenant, key_id))
-            # only the operator's user may ask under this name without a key
-            is_operator = tenant == _OPERATOR if key is None else key.role is Role.OPERATOR
-            self._viewers.ask(message.reply, asked, encoding, tenant, key_id, is_operator=is_operator)
+            who = subjects.ModelAddress("", tenant, key_id)
+            answer(encoding, who, self._find_key(who))
         except codec.MediaTypeError as problem:
-            self._viewers.refuse(message.reply, encoding, errors.make_error(errors.Code.INVALID_REQUEST, str(problem)))
+            refuse(message.reply, encoding, errors.make_error(errors.Code.INVALID_REQUEST, str(problem)))
         except errors.RequestError as problem:
-            self._viewers.refuse(message.reply, encoding, problem.error)
+            refuse(message.reply, encoding, problem.error)
 
     def _pass_on(self, message: Msg) -> None:
         if not message.reply or self._is_inbox(message):

@@ -139,10 +139,12 @@ class RequestLifecycle:
         flight.ticket = self._quota.adopt(flight.address, flight.num_charged)
         self._flights.add(flight, num_bytes)
         self._telemetry.adopted(flight)
+        now = time.monotonic()
+        flight.way.adopted("" if worker is None else worker.card.worker_id, now)
         if worker is None:
             self._spawn(flight, functools.partial(self._dispatcher.dispatch, flight))
         else:
-            self._flights.accept(flight, worker.card.worker_id, time.monotonic())
+            self._flights.accept(flight, worker.card.worker_id, now)
         return True
 
     def finish(self, flight: Flight) -> None:

@@ -23,6 +23,8 @@ AXE = Path(os.environ.get("TOKENBUS_BROWSER", os.devnull)).read_text()
 """The script of axe-core."""
 PICTURES = os.environ.get("TOKENBUS_PICTURES")
 _DESK, _PHONE = {"width": 1280, "height": 800}, {"width": 380, "height": 760}
+_REFUSED = "Failed to load resource"
+"""What the browser itself writes for an answer with an error's status, which the page shows."""
 _HOSTILE = "<img src=x onerror=alert(1)>"
 
 
@@ -44,7 +46,7 @@ async def _console(system: System, folder: Path, **context: object) -> AsyncIter
         async with browser() as one:
             page = await one.new_page(**({"viewport": _DESK} | context))
             said: list[str] = []
-            page.on("console", lambda message: said.append(message.text))
+            page.on("console", lambda message: _REFUSED in message.text or said.append(message.text))
             page.on("pageerror", lambda error: said.append(str(error)))
             await page.goto(f"{gateway.url.removesuffix('/v1')}/console/")
             yield page
@@ -59,7 +61,13 @@ async def _fleet(system: System, count: int) -> None:
 
 
 async def _sees(page, pattern: str) -> None:  # type: ignore[no-untyped-def]
-    await page.wait_for_function("pattern => new RegExp(pattern).test(document.body.innerText)", arg=pattern)
+    text = ""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(60):
+            while not re.search(pattern, text):
+                text = await page.evaluate("document.body.innerText")
+                await asyncio.sleep(0.05)
+    assert re.search(pattern, text), f"the page shows\n{text}"
 
 
 @pytest.mark.parametrize(("scheme", "viewport"), [("dark", _DESK), ("light", _DESK), ("light", _PHONE)])
@@ -113,6 +121,34 @@ async def test_what_happens_is_told_and_a_gateway_that_restarts_is_found_again(s
         await _sees(page, "worker-2 of demo is (silent|gone)")
         await system.restart_broker(0.5)
         await _sees(page, "live")
+
+
+async def test_a_request_that_survived_its_worker_shows_both_workers_and_why(system: System, tmp_path: Path) -> None:
+    await _fleet(system, 3)
+    bare = await system.connect()
+    asked = {"id": "the-survivor", "prompt": "to and fro " * 200, "max_tokens": 3_000}
+    await bare.ask({"prompt": "to and fro " * 190, "max_tokens": 1})
+    stream = asyncio.create_task(bare.ask(asked))
+    async with _console(system, tmp_path) as page:
+        await page.get_by_role("link", name="Requests").click()
+        await page.get_by_role("link", name="the-survivor").click()
+        await _sees(page, "was chosen by the policy kv, among 3 workers")
+        first = await page.locator("#way-times .where").last.inner_text()
+        system.kill(first)
+        await _sees(page, rf"{first} was last heard of after [^\n]*\n+It continued at worker-\d after a pause of")
+        await stream
+        await _sees(page, r"It ended after .* with 3,000 tokens \(length\)")
+        assert len(set(await page.locator("#way-times .where").all_inner_texts()) - {"router one"}) == 2
+        assert await page.locator("#way-gaps .bar").count() > 0
+        await page.evaluate(AXE)
+        found = await page.evaluate("axe.run()")
+        assert [(one["id"], one["nodes"][0]["html"]) for one in found["violations"]] == []
+        if PICTURES:
+            await page.screenshot(path=str(Path(PICTURES) / "console-request.png"))
+        await page.get_by_label("Id").fill("<img src=x onerror=alert(1)>")
+        await page.keyboard.press("Enter")
+        await _sees(page, re.escape("no router knows a request '<img src=x onerror=alert(1)>'"))
+        assert await page.locator("main img").count() == 0
 
 
 async def test_names_with_markup_are_text(system: System, tmp_path: Path) -> None:

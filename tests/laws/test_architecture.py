@@ -50,6 +50,7 @@ PURE = (
     "router/requests/queueing/fair_queue.py",
     "router/requests/flights/completion.py",
     "router/requests/flights/flight.py",
+    "router/requests/flights/way.py",
     "router/usage/broker_clock.py",
     "router/usage/counters.py",
     "router/usage/folding.py",

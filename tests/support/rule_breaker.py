@@ -44,6 +44,8 @@ class RuleBreaker:
             "models.*": _MODELS,
             "fleet": {"router_id": "careless", "router": {}, "joined": [{}], "seq": -1},
             "fleet.*": {"router_id": "careless", "router": {}, "joined": [{}], "seq": -1},
+            "trace": {"router_id": "careless", "requests": [{"id": "another"}]},
+            "trace.*": {"router_id": "careless", "requests": [{"id": "another"}]},
             "cancel.>": {"cancelled": True},
             "embed.>": {"id": 5},
             "tokenize.>": {"id": 5, "count": 2, "token_ids": [1]},

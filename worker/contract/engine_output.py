@@ -61,6 +61,8 @@ class Output(msgspec.Struct, frozen=True, kw_only=True):
     error: errors.Error | None = None
     usage: messages.Usage | None = None
     timings: messages.Timings | None = None
+    gaps: list[int] = []
+    """With the last output: how many times between two outputs were below 1 ms, 2, 4, 8 and so on."""
     logprobs: list[Logprob] = []
     """One for each of `token_ids`, if the request asked for them; for resumed tokens, only those of the last ones."""
     prompt_offset: int = 0

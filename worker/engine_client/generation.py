@@ -12,6 +12,7 @@ from typing import NamedTuple
 from msgspec import UNSET
 
 from tokenbus.protocol.wire import codec, errors, messages
+from tokenbus.protocol.wire.traces import GAP_BUCKETS
 from tokenbus.worker.chat_format.chat_rules import ChatRules
 from tokenbus.worker.chat_format.parsing import deltas
 from tokenbus.worker.chat_format.parsing.parser import AnswerParser
@@ -141,6 +142,8 @@ class Generation:
         """When the first engine started to compute it, which ended its queue time."""
         self._first_token: engine_output.FirstTokenStats | None = None
         self.last_token_at: float | None = None
+        self.gaps = [0] * GAP_BUCKETS
+        """The number of times between two outputs below 1 ms, 2, 4, 8 and so on."""
         self.sampled = array("I")
         """The tokens that another engine needs after the prompt to continue."""
         self.crashes = 0
@@ -353,7 +356,7 @@ class Generation:
         """Hands out the terminal, with usage and timings."""
         assert not self.has_ended, self
         self.has_ended = True
-        terminal = codec.replace(terminal, usage=self._usage(), timings=self._timings(now))
+        terminal = codec.replace(terminal, usage=self._usage(), timings=self._timings(now), gaps=self.gaps)
         self._hand_out(terminal)
 
     def _hand_out(self, output: engine_output.Output) -> None:

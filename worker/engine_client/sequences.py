@@ -7,6 +7,7 @@ Both kinds count against the engine's capacity, since the engine frees a lane on
 from collections.abc import Callable, Mapping
 
 from tokenbus.protocol.wire import block_hash
+from tokenbus.protocol.wire.traces import GAP_BUCKETS
 from tokenbus.worker.engine.process import ipc
 from tokenbus.worker.engine.scheduling.plan import ScoredTokens
 from tokenbus.worker.engine_client.engine_faults import MAX_CRASHES, CrashAttribution
@@ -177,7 +178,7 @@ class OpenSequences:
         that step together mostly got their previous token together too, so there is usually one such time."""
         ended: list[Generation] = []
         counts: dict[float, int] = {}
-        generations, previous, count = self._generations, now, 0
+        generations, previous, count, bucket = self._generations, now, 0, 0
         for output in outputs:
             number = output.seq_no
             if output.finish_reason is not None:
@@ -189,7 +190,9 @@ class OpenSequences:
             if output.token_ids and (last := generation.last_token_at) is not None:
                 if last != previous:
                     counts[previous], previous, count = count, last, counts.get(last, 0)
+                    bucket = min(int(1e3 * (now - last)).bit_length(), GAP_BUCKETS - 1)
                 count += 1
+                generation.gaps[bucket] += 1
             if generation.advance(output, now) and number in generations:  # else its sink has aborted it
                 ended.append(generation)
                 if output.finish_reason is None:

@@ -68,7 +68,7 @@ class WorkerStream:
     __slots__ = (
         "_id", "_model", "_prompt_scores", "_replay_buffer", "_token_bytes", "_wants_plain", "_worker_id",
         "accepted_at", "began_at", "cancel_error", "created", "deadline", "fetch", "first_token",
-        "first_token_sent", "guardian", "hash_scheme", "hold", "is_given_up", "is_open", "is_stranded",
+        "first_token_sent", "gaps", "guardian", "hash_scheme", "hold", "is_given_up", "is_open", "is_stranded",
         "is_streamed", "key", "last_chunk_at", "last_logprobs", "last_words", "long_prompt", "marks",
         "max_reasoning_tokens", "max_tokens",
         "num_prompt_tokens", "num_resumed", "offered_at", "replayed_at", "run", "sampling", "slow", "span",
@@ -154,6 +154,8 @@ class WorkerStream:
         """Whether any chunk holds a token that was sampled here."""
         self.fetch: Fetch | None = None
         """The fetch of blocks for its prompt, once that has ended."""
+        self.gaps: list[int] = []
+        """Once it has ended, how often the time between two outputs was below 1 ms, 2, 4, 8 and so on."""
         self.terminal: messages.Chunk | None = None
         """The last chunk; once it is made, the stream accepts no more outputs."""
         self.cancel_error: errors.Error | None = None
@@ -325,7 +327,7 @@ class WorkerStream:
     def end_report(self, terminal: messages.Chunk) -> internal.StreamEnd:
         """Returns what the stream's terminal says, for its guardian."""
         assert terminal.finish_reason is not None
-        usage = terminal.usage or None
+        usage, timings = terminal.usage or None, terminal.timings or _NO_TIMINGS
         return internal.StreamEnd(
             id=self.key,
             router_id=self.guardian or "",
@@ -334,6 +336,11 @@ class WorkerStream:
             prompt_tokens=usage.prompt_tokens if usage else self.num_prompt_tokens,
             cached_tokens=usage.cached_tokens if usage else 0,
             completion_tokens=usage.completion_tokens if usage else self.num_tokens,
+            queue_ms=timings.queue_ms,
+            prefill_ms=timings.prefill_ms,
+            fetched_tokens=timings.fetched_tokens or 0,
+            fetch_ms=timings.fetch_ms or 0.0,
+            gaps=self.gaps,
         )
 
     def fail(self) -> messages.Chunk:
@@ -448,6 +455,7 @@ class WorkerStream:
         )
 
     def _terminal(self, output: engine_output.Output) -> messages.Chunk:
+        self.gaps = output.gaps
         if self.is_streamed:
             last = self._output_chunk(output)
             self.last_logprobs = self._replay_buffer.pack(output.logprobs)

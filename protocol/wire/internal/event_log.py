@@ -56,6 +56,13 @@ class StreamEnd(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Those of `prompt_tokens` that did not have to be computed."""
     completion_tokens: int = 0
     """Tokens of the completion, as in the terminal."""
+    queue_ms: float = 0.0
+    """The same as in the terminal's `timings`, like the next three."""
+    prefill_ms: float = 0.0
+    fetched_tokens: int = 0
+    fetch_ms: float = 0.0
+    gaps: list[int] = []
+    """Times between tokens here: how many took less than 1 ms, 2, 4, 8 and so on; the 14th counts all from 4,096 ms."""
 
 
 class Fetched(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

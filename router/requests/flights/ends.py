@@ -44,6 +44,9 @@ class RequestEnds:
 
     def __init__(self, router_id: str = "") -> None:
         self._router_id = router_id
+        self.on_flight: Callable[[Flight, str, errors.Code | None, tuple[int, int, int]], None] = _ignore
+        """Told of the end of each flight, with its reason, its error, and the tokens of its prompt, those of them that
+        were cached, and those of its completion. It must neither raise nor wait."""
         self._heard_by: list[Callable[[RequestEnd], None]] = []
         self._refusals_heard_by: list[Callable[[RequestEnd], None]] = []
 
@@ -85,6 +88,7 @@ class RequestEnds:
             callback(RequestEnd(operation, address, request_id, "error", code, 0, 0, 0))
 
     def _tell_flight(self, flight: Flight, reason: str, code: errors.Code | None, tokens: tuple[int, int, int]) -> None:
+        self.on_flight(flight, reason, code, tokens)
         if not self._heard_by:
             return
         if code is None and reason == messages.FinishReason.CANCELLED:
@@ -108,6 +112,10 @@ class RequestEnds:
     def _tell(self, end: RequestEnd) -> None:
         for callback in self._heard_by:
             callback(end)
+
+
+def _ignore(flight: Flight, reason: str, code: errors.Code | None, tokens: tuple[int, int, int]) -> None:
+    pass
 
 
 def _known(code: str) -> errors.Code:

@@ -14,6 +14,7 @@ from tokenbus.protocol.wire.block_hash import Adapter
 from tokenbus.protocol.wire.checks import validation
 from tokenbus.router.access.limits import FREE, Ticket
 from tokenbus.router.requests.flights.completion import PartialCompletion
+from tokenbus.router.requests.flights.way import Way
 
 _TRIM_TO = 0.9
 """`trim` frees memory down to this share of what is allowed, so that it need not run again at once."""
@@ -34,6 +35,8 @@ class Flight:
     key: str = dataclasses.field(init=False)
     """Tenant and request id: two tenants may use the same id."""
     span: tracing.Span = tracing.NOOP_SPAN
+    way: Way = dataclasses.field(default_factory=Way)
+    """The workers that it was sent to, and where its time went, for those who ask."""
     waiting_since: float = dataclasses.field(init=False)
     """When it was received, or its last worker was lost."""
     slow_wait: long_waits.BackoffTimer = dataclasses.field(

@@ -89,7 +89,9 @@ class FlightTelemetry:
         began = time.perf_counter()
         with flight.span.start_child("tokenize"):
             yield
-        self._tokenizing.observe(time.perf_counter() - began)
+        seconds = time.perf_counter() - began
+        flight.way.tokenize_s += seconds
+        self._tokenizing.observe(seconds)
 
     def note_if_slow(self, flight: Flight, now: float) -> None:
         """Notes what an unaccepted request is waiting for, if a log line is due; `log_waits` writes it."""

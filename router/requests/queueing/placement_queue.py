@@ -97,7 +97,12 @@ class PlacementQueue:
         Raises RequestError if too many requests are waiting, or if the deadline passes first."""
         now = time.monotonic()
         placement = self.place_at_once(flight, excluded, now)
-        return await self._wait(flight, now) if placement is None else placement
+        if placement is not None:
+            return placement
+        try:
+            return await self._wait(flight, now)
+        finally:
+            flight.way.queue_s += time.monotonic() - now
 
     def place_at_once(self, flight: Flight, excluded: Collection[str], now: float) -> Placement | NoWorker | None:
         """Books a request on a worker that is not `excluded`; returns None if it has to wait for its turn."""

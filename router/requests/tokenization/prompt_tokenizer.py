@@ -71,8 +71,11 @@ class PromptTokenizer:
 
     async def wait_served(self, flight: Flight) -> None:
         """Returns once a flight's model is loaded, or nothing can be waited for. Raises RequestError."""
-        remaining_s = flight.remaining_s(time.monotonic())
-        await self._loads.wait_served(flight.model, remaining_s, lambda: flight.cancelled)
+        began_at = time.monotonic()
+        try:
+            await self._loads.wait_served(flight.model, flight.remaining_s(began_at), lambda: flight.cancelled)
+        finally:
+            flight.way.held_s += time.monotonic() - began_at
 
     def must_wait(self, flight: Flight) -> bool:
         """Whether `wait_served` would wait."""

@@ -132,8 +132,10 @@ async def test_a_key_is_made_shown_once_rotated_and_revoked_by_whom_the_audit_lo
 @pytest.mark.parametrize("role", ["user", "viewer"])
 def test_only_operators_act(fleet: dict[str, Any], operator: Console, role: str) -> None:
     other = Console(fleet, operator.new_key(role=role)["key"])
-    assert other.get("me").json()["can"] == (["fleet", "usage"] if role == "viewer" else ["fleet", "chat", "usage"])
-    assert operator.get("me").json()["can"] == ["fleet", "chat", "operate", "keys", "usage"]
+    assert other.get("me").json()["can"] == (
+        ["fleet", "requests", "usage"] if role == "viewer" else ["fleet", "requests", "chat", "usage"]
+    )
+    assert operator.get("me").json()["can"] == ["fleet", "requests", "chat", "operate", "keys", "usage"]
     for answered in (
         other.post("control", {"op": "drain", "workers": [["one", "worker-1"]]}),
         other.post("keys", {}),

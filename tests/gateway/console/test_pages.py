@@ -106,6 +106,51 @@ async def test_behind_a_proxy_a_gateway_without_keys_shows_nothing(slow_gateway:
         assert "403" in await stream.line("HTTP/1.1")
 
 
+async def test_how_a_request_went_is_told_under_the_id_of_its_client(slow_gateway: Gateway) -> None:
+    body = {"model": "slow", "prompt": "one two three", "max_tokens": 3}
+    async with httpx.AsyncClient(timeout=60) as client:
+        url, told = f"{_base(slow_gateway)}/console/requests", {}
+        await client.post(f"{slow_gateway.url}/completions", json=body, headers={"x-request-id": "first-one"})
+        async with asyncio.timeout(20):
+            while told.get("request", {}).get("state") != "length":  # its router hears of the end after its client
+                told = (await client.get(f"{url}/first-one")).json()
+        assert told["request"]["completion_tokens"] == 3
+        assert sum(told["request"]["gaps"][6:8]) == 2, "two gaps of about 50 ms"
+        assert told["story"][-1].endswith("with 3 tokens (length).")
+        recent = (await client.get(url)).json()
+        assert recent["requests"][0]["id"] == told["request"]["id"]
+        assert recent["requests"][0]["workers"] == [told["request"]["attempts"][0]["worker_id"]]
+        assert (await client.get(f"{url}?failed=1")).json()["requests"] == []
+
+
+@pytest.mark.parametrize("request_id", ["unknown", "%3Cscript%3E", "a/../b", "x" * 300, "*", "a%00b"])
+def test_an_id_that_no_router_knows_or_that_none_can_have_is_not_found(slow_gateway: Gateway, request_id: str) -> None:
+    got = httpx.get(f"{_base(slow_gateway)}/console/requests/{request_id}")
+    assert (got.status_code, got.json()["error"]["code"]) == (404, "not_found")
+    assert got.headers["content-type"] == "application/json"
+
+
+@pytest.mark.parametrize("query", ["limit=0", "limit=201", "limit=ten", "slower_than_ms=-1", "slower_than_ms=nan"])
+def test_a_filter_that_is_not_allowed_is_named(slow_gateway: Gateway, query: str) -> None:
+    got = httpx.get(f"{_base(slow_gateway)}/console/requests?{query}")
+    assert (got.status_code, got.json()["error"]["param"]) == (400, query.partition("=")[0])
+
+
+def test_a_tenant_can_not_tell_requests_of_another_from_unknown_ones(slow_url: str, tmp_path: Path) -> None:
+    with running_gateway(slow_url, tmp_path, TOKENBUS_API_KEYS="sesame=acme,poppy=globex") as gateway:
+        acme, globex = ({"authorization": f"Bearer {key}"} for key in ("sesame", "poppy"))
+        body = {"model": "slow", "prompt": "hello", "max_tokens": 1}
+        httpx.post(f"{gateway.url}/completions", json=body, headers={**acme, "x-request-id": "ours"}, timeout=60)
+        url = f"{_base(gateway)}/console/requests"
+        assert httpx.get(f"{url}/ours", headers=acme).status_code == 200
+        seen = [httpx.get(f"{url}/{name}", headers=globex) for name in ("ours", "none")]
+        assert [one.status_code for one in seen] == [404, 404]
+        assert seen[0].text.replace("ours", "none") == seen[1].text
+        assert httpx.get(url, headers=globex).json()["requests"] == []
+        assert httpx.get(f"{url}?tenant=acme", headers=globex).status_code == 403
+        assert httpx.get(url).status_code == 401
+
+
 async def test_with_keys_the_fleet_is_shown_for_a_key_under_any_name(slow_url: str, tmp_path: Path) -> None:
     with running_gateway(slow_url, tmp_path, TOKENBUS_API_KEYS="sesame=acme") as gateway:
         async with _stream(gateway) as stream:

@@ -466,6 +466,48 @@ PUBLIC: list[tuple[str, messages.Message]] = [
             ],
         ),
     ),
+    ("the latest", messages.TraceRequest()),
+    ("one", messages.TraceRequest(id="r-1")),
+    ("those that were slow or failed", messages.TraceRequest(failed=True, slower_than_ms=1_000.0, limit=20)),
+    (
+        "one that survived its worker",
+        messages.TraceReply(
+            router_id="router-1",
+            requests=[
+                messages.RequestTrace(
+                    id="r-1",
+                    model="m",
+                    received_at_ms=1_760_000_000_000,
+                    state="stop",
+                    tokenize_ms=1.5,
+                    attempts=[
+                        messages.TraceAttempt(
+                            worker_id="w1",
+                            begun_ms=2.0,
+                            accepted_ms=3.0,
+                            policy="kv",
+                            candidates=2,
+                            held_tokens=64,
+                            most_held_tokens=64,
+                            left_ms=2_500.0,
+                            left="lost",
+                            heard_ms=500.0,
+                        ),
+                        messages.TraceAttempt(worker_id="w2", begun_ms=2_501.0, accepted_ms=2_502.0, tokens=7),
+                    ],
+                    worker_queue_ms=0.5,
+                    prefill_ms=20.0,
+                    total_ms=3_000.0,
+                    prompt_tokens=70,
+                    cached_tokens=64,
+                    completion_tokens=20,
+                    gaps=[0, 0, 0, 12, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0],
+                )
+            ],
+            truncated=True,
+        ),
+    ),
+    ("refused", messages.TraceReply(router_id="router-1", error=ERROR)),
     ("all", messages.ModelsRequest()),
     ("a page", messages.ModelsRequest(model="m", after="m.w1", limit=2)),
     (

@@ -71,7 +71,8 @@ def test_without_workers_there_is_no_placement(name: str) -> None:
 def test_the_only_worker_is_chosen_and_the_policy_is_named(name: str) -> None:
     fleet = fleet_of(8)
     placement = place(fleet, make_policies()[name], random.Random(1))
-    assert placement == Placement(fleet.workers_of("demo")[0], name)
+    assert isinstance(placement, Placement)
+    assert (placement.worker, placement.policy) == (fleet.workers_of("demo")[0], name)
 
 
 def test_there_is_one_policy_of_each_name() -> None:
