@@ -86,5 +86,6 @@ async def _unload(options: argparse.Namespace, client: WireClient) -> int:
         control = internal.Control(op="unload_adapter", adapter=options.lora)
         done = f"{worker} takes no new requests for the adapter {options.lora}"
         return await worker_control.carry_out(client, worker, control, done)
-    done = f"{worker} accepts no new requests, and leaves when its running ones have ended or moved"
+    then = "leaves, or stays loadable if its model is loaded on demand"
+    done = f"{worker} accepts no new requests; when its running ones have ended or moved it {then}"
     return await worker_control.carry_out(client, worker, internal.Control(op="unload"), done)
