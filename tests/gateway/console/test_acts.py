@@ -194,6 +194,7 @@ def test_without_keys_a_page_on_this_machine_may_act_and_no_page_from_elsewhere(
         {"sec_fetch_site": "same-site", "origin": f"http://localhost:{port}"},
         {"origin": "https://evil.example"},
         {"origin": "null"},
+        {"origin": "http://["},
         {"host": f"evil.example:{port}", "origin": f"http://evil.example:{port}"},
         {"x_forwarded_for": "10.0.0.1"},
     ):
