@@ -119,6 +119,8 @@ async def test_calls_are_shown_and_answered_by_keys_alone_and_axe_finds_nothing_
         assert [(one["id"], one["nodes"][0]["html"]) for one in found["violations"]] == []
         if PICTURES:
             await page.screenshot(path=str(Path(PICTURES) / f"console-chat-{scheme}-{width}.png"))
+        await page.get_by_role("link", name="Its way through the fleet").first.click()
+        await page.locator("#way-story li").first.wait_for()
 
 
 async def test_what_is_stopped_is_computed_no_more_and_what_was_cut_short_is_continued(
