@@ -1,4 +1,4 @@
-"""Says in plain sentences how a request went: the console and `tokenbus trace` show the same ones. Pure."""
+"""Says in plain sentences how a request went, and where its time went. Pure."""
 
 from collections.abc import Iterator
 from typing import NamedTuple

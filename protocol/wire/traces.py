@@ -1,4 +1,4 @@
-"""The messages that tell how single requests went: for consoles, and for `tokenbus trace`."""
+"""The messages that tell how single requests went, for consoles and other clients."""
 
 from typing import Annotated
 
