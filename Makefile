@@ -15,27 +15,27 @@ READY := .venv/.ready
 unexport PYTHONDONTWRITEBYTECODE
 SPREAD := -n 4 --dist worksteal --ignore tests/laws
 
-.PHONY: up install test test-long durations check conformance console-check hostile chaos test-upgrade device-check architectures architectures-check format bench demo-model dashboards rules clean
+.PHONY: up install test test-long durations check conformance console-check hostile chaos test-upgrade device-check architectures architectures-check format bench demo-model dashboards rules site release help clean
 
-up: $(PRODUCT)
+up: $(PRODUCT) ## run broker, router, two workers and gateway
 	@$(BIN)/tokenbus up $(ARGS)
 
 # Only what `make up` sets up, for a machine that runs workers of another's broker.
-install: $(PRODUCT)
+install: $(PRODUCT) ## set up .venv only, for a machine with some of the processes
 
-test: check
+test: check ## linters, types, laws and all tests
 	$(BIN)/pytest $(SPREAD) -m "not long" $(ARGS)
 
 # What `make test` leaves out: all examples of the rules that hypothesis tries, and tests of real processes that repeat
 # what others prove.
-test-long: $(READY)
+test-long: $(READY) ## the longer forms of tests
 	TOKENBUS_TESTS=long $(BIN)/pytest $(SPREAD) -m "long or hypothesis" $(ARGS)
 
 # `make test` once more, for the table of CPU times in tests/durations.md.
-durations: $(READY)
+durations: $(READY) ## the tests, with a table of their CPU times
 	$(BIN)/python -m tools.durations $(SPREAD) -m "not long" $(ARGS)
 
-check: $(READY)
+check: $(READY) ## linters, types and laws
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -43,62 +43,76 @@ check: $(READY)
 
 # Third-party test suites and clients, unmodified, against a running system; some or all: ARGS="codex opencode". The first
 # time it downloads them from PyPI and npm into a cache outside the clone. All counts go into docs/gateway.md.
-conformance: $(READY)
+conformance: $(READY) ## third-party test suites and clients
 	$(BIN)/python -m tests.third_party $(ARGS)
 
 # The long form of the hostile tests, with a report at the end: 20,000 messages, 60 Ctrl-Cs, 50 forged cards and runs, and
 # brokers that fail in every way, alone and in a cluster.
-hostile: $(READY)
+hostile: $(READY) ## long hostile tests
 	TOKENBUS_HOSTILE=long $(BIN)/pytest -q tests/hostile tests/worker/engine/constraints/test_hostile.py $(ARGS)
 
 # The console in a real browser, which must be installed (Debian's chromium), with axe-core from npm.
-console-check: $(READY)
+console-check: $(READY) ## the console in a real browser
 	$(BIN)/pip install -q -e '.[browser]'
 	npm install --silent --no-save --prefix build/browser axe-core
 	TOKENBUS_BROWSER=build/browser/node_modules/axe-core/axe.min.js $(BIN)/pytest -q tests/browser $(ARGS)
 
 # Faults of real processes under 32 streams: an hour of every kind, or KIND=kill_worker RUNS=3, or SEEDS="4 14", or
 # MINUTES=600. Results add up in build/chaos.jsonl, however a run ends, and are shown in docs/chaos.md.
-chaos: $(READY)
+chaos: $(READY) ## an hour of faults under load
 	$(BIN)/python -m tests.chaos run --minutes $(MINUTES) $(if $(KIND),--kind $(KIND)) $(if $(RUNS),--runs $(RUNS)) \
 	  $(if $(SEEDS),--seeds $(SEEDS)); status=$$?; $(BIN)/python -m tests.chaos report && exit $$status
 
 # This version and another one side by side, in every mixture of workers, routers and gateways, under streams that must
 # not be cut: OLD=v0.2.0, or any commit.
-test-upgrade: $(READY)
+test-upgrade: $(READY) ## two versions side by side; OLD=REF
 	$(BIN)/python -m tests.upgrade $(OLD)
 
 # On a machine with an NVIDIA GPU: builds for it, runs contract tests, wire-check and four benchmarks, and writes a report.
-device-check: $(READY)
+device-check: $(READY) ## build and test on a machine with an NVIDIA GPU
 	$(BIN)/python -m tools.device_check $(ARGS)
 
 # Tries a tiny random model of every architecture of the built llama.cpp, in about 6 minutes, and writes the table in
 # docs/models.md; some only: ARGS="gemma3 t5". `make architectures-check` is the test that holds the table true.
-architectures: $(READY)
+architectures: $(READY) ## every architecture of llama.cpp
 	$(BIN)/python -m tests.architectures $(ARGS)
 
-architectures-check: $(READY)
+architectures-check: $(READY) ## hold that table true
 	TOKENBUS_ARCHITECTURES=long $(BIN)/pytest -q tests/architectures $(ARGS)
 
-format: $(READY)
+format: $(READY) ## format the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(READY)
+bench: $(READY) ## measurements; one: ARGS=decode_1
 	$(BIN)/python -m bench $(ARGS)
 
-demo-model: $(READY)
+demo-model: $(READY) ## train and export the demo model
 	$(BIN)/pip install -q -e '.[train]'
 	$(BIN)/python -m tools.demo_model.train
 	$(BIN)/python -m tools.demo_model.export_onnx
 
-dashboards: $(READY)
+dashboards: $(READY) ## write the dashboards of Grafana
 	$(BIN)/python -m deploy.dashboards
 
 # The alert rules for Kubernetes, from those for Prometheus. RUNBOOKS=https://wiki.example.com/operations is where you
 # publish docs/operations.md, to which alerts link.
-rules: $(READY)
+rules: $(READY) ## write the alert rules for Kubernetes
 	$(BIN)/python -m tools.alert_rules $(if $(RUNBOOKS),--runbooks $(RUNBOOKS))
+
+# docs/ as a site in build/site, which needs no web server. A link that leads nowhere is an error.
+site: $(READY) ## the documentation as a site
+	$(BIN)/pip install -q -c constraints.txt -e '.[release]'
+	PYTHONPATH=. $(BIN)/mkdocs build --strict --quiet
+	@echo "build/site/index.html"
+
+# What is published, from the last commit, in dist/; each part is checked in an empty environment and folder.
+release: $(READY) ## what is published, into dist/, checked in empty environments
+	$(BIN)/pip install -q -c constraints.txt -e '.[release]'
+	$(BIN)/python -m tools.release $(ARGS)
+
+help: ## show this
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-20s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 # What `make up` runs; then what tests and checks need in addition.
 $(PRODUCT): pyproject.toml constraints.txt deploy/install.py deploy/llama_cpp_wheel.py
@@ -112,5 +126,5 @@ $(READY): $(PRODUCT)
 	@$(PYTHON) -m deploy.install --tests
 	@touch $(READY)
 
-clean:
+clean: ## remove .venv, caches and dist
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis dist

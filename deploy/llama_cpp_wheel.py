@@ -2,15 +2,18 @@
 
 PyPI has only the source. The parts that Tokenbus does not use are left out of the build (the multimodal tools, and
 llama.cpp's helper library for its own programs), so that it takes about three minutes on two cores instead of ten. A
-wheel is for one kind of processor, so the processor's features are part of its cache folder's name. llama.cpp's test
-vocabularies and its collection of chat templates are kept too: our tests use them, and only the source has them.
+wheel is for one kind of processor, so the processor's features are part of its cache folder's name. With --portable it
+is for every x86-64: it has llama.cpp's code for nine kinds of processors, of which the best is loaded when an engine
+starts. llama.cpp's test vocabularies and its collection of chat templates are kept too: our tests use them, and only
+the source has them.
 
-Usage: python -m deploy.llama_cpp_wheel. Variables: TOKENBUS_CACHE (the cache), CMAKE_ARGS (more options for
-llama.cpp), CC and CXX (the compilers).
+Usage: python -m deploy.llama_cpp_wheel [--portable]. Variables: TOKENBUS_CACHE (the cache), CMAKE_ARGS (more options
+for llama.cpp), CC and CXX (the compilers).
 
 Decision 0006 says how the parts are left out.
 """
 
+import argparse
 import hashlib
 import os
 import platform
@@ -40,6 +43,34 @@ intrinsic declares 8 bytes of 64 as read, and `ldtilecfg` then ends the process 
 (llama.cpp's issue 20824)."""
 
 
+_LEFT_OUT = ["sandybridge", "piledriver", "cannonlake", "cooperlake", "sapphirerapids"]
+"""Of llama.cpp's fourteen variants for x86-64: a lesser one serves the few processors of the first four, and that with
+AMX has the problem described above."""
+_PORTABLE = f"""
+set(GGML_NATIVE OFF)
+set(GGML_BACKEND_DL ON)
+set(GGML_CPU_ALL_VARIANTS ON)
+set(CMAKE_INSTALL_BINDIR llama_cpp/lib)
+set(CMAKE_INSTALL_RPATH "$ORIGIN")
+if(PROJECT_NAME STREQUAL "llama_cpp")
+  file(WRITE "${{CMAKE_BINARY_DIR}}/empty.c" "")
+  function(leave_variants_out)
+    foreach(variant IN ITEMS {" ".join(_LEFT_OUT)})
+      if(TARGET ggml-cpu-${{variant}})
+        set_property(TARGET ggml-cpu-${{variant}} PROPERTY SOURCES "${{CMAKE_BINARY_DIR}}/empty.c")
+      endif()
+    endforeach()
+  endfunction()
+  cmake_language(DEFER CALL leave_variants_out)
+endif()
+"""
+_UNUSED = [
+    *("lib/**", "include/**", "bin/**", "llama_cpp/lib/*.py", "llama_cpp/lib/*.so.*.*"),
+    *("llama_cpp/lib/libggml-cpu-*.so.*", *(f"llama_cpp/lib/libggml-cpu-{name}.so" for name in _LEFT_OUT)),
+]
+"""Left out of wheels: what llama.cpp installs for other programs, and further copies of its libraries."""
+
+
 def processor() -> str:
     """Returns the processor features that the compiler will detect."""
     try:
@@ -54,9 +85,10 @@ def cache() -> Path:
     return Path(root).expanduser() / "tokenbus" / "wheels"
 
 
-def cache_folder(version: str) -> Path:
+def cache_folder(version: str, *, portable: bool = False) -> Path:
     extra = os.environ.get("CMAKE_ARGS", "")
-    made_of = f"{processor()}\n{extra}\n{_LEAN}\n{platform.libc_ver()}"
+    made_for = f"{_PORTABLE}{_UNUSED}" if portable else processor()
+    made_of = f"{made_for}\n{extra}\n{_LEAN}\n{platform.libc_ver()}"
     kind = hashlib.sha256(made_of.encode()).hexdigest()[:12]
     return cache() / f"llama-cpp-python-{version}-{platform.machine()}-{kind}"
 
@@ -70,26 +102,26 @@ def kept_folder(version: str, kind: str) -> Path:
     return cache() / f"llama-cpp-python-{version}-{kind}"
 
 
-def cached(version: str) -> Path | None:
-    """Returns the wheel for this processor, if it has been compiled."""
-    return next(iter(cache_folder(version).glob("*.whl")), None)
+def cached(version: str, *, portable: bool = False) -> Path | None:
+    """Returns the wheel for this processor, or the portable one, if it has been compiled."""
+    return next(iter(cache_folder(version, portable=portable).glob("*.whl")), None)
 
 
-def check(version: str) -> None:
+def check(version: str, *, portable: bool = False) -> None:
     """Checks, before anything is downloaded, that the wheel is there or can be compiled. Raises LackError."""
-    if cached(version) is None:
+    if cached(version, portable=portable) is None:
         requirements.check_compiler()
         requirements.check_space(Path(tempfile.gettempdir()), _BUILD_MB, "compiling llama.cpp")
 
 
-def build(version: str) -> None:
+def build(version: str, *, portable: bool = False) -> None:
     """Compiles the wheel into the cache. Raises CommandFailedError."""
-    folder = cache_folder(version)
+    folder = cache_folder(version, portable=portable)
     say(f"  PyPI has only its source; the wheel is kept in {folder}, so that later clones take seconds")
     with tempfile.TemporaryDirectory() as scratch:
         sdist = download(version, Path(scratch))
         keep(sdist, version)
-        wheel = compile_wheel(sdist, Path(scratch))
+        wheel = compile_wheel(sdist, Path(scratch), portable=portable)
         folder.mkdir(parents=True, exist_ok=True)
         partial = folder / f".{wheel.name}.{os.getpid()}"
         partial.write_bytes(wheel.read_bytes())
@@ -105,12 +137,16 @@ def download(version: str, scratch: Path) -> Path:
     return sdist
 
 
-def compile_wheel(sdist: Path, scratch: Path) -> Path:
+def compile_wheel(sdist: Path, scratch: Path, *, portable: bool) -> Path:
     lean = scratch / "lean.cmake"
-    lean.write_text(_LEAN)
+    lean.write_text(_LEAN + (_PORTABLE if portable else ""))
     options = f"-DLLAVA_BUILD=OFF -DCMAKE_PROJECT_INCLUDE={lean} {os.environ.get('CMAKE_ARGS', '')}".strip()
     cores = str(os.cpu_count() or 1)
-    environment = os.environ | {"CMAKE_ARGS": options, "CMAKE_BUILD_PARALLEL_LEVEL": cores}
+    environment = os.environ | {
+        "CMAKE_ARGS": options,
+        "CMAKE_BUILD_PARALLEL_LEVEL": cores,
+        "SKBUILD_WHEEL_EXCLUDE": ";".join(_UNUSED),
+    }
     command = [sys.executable, "-m", "pip", "wheel", "-v", "--no-deps", "--no-cache-dir", "--wheel-dir", str(scratch)]
     progress.run([*command, str(sdist)], "unpacking", _describe, environment)
     (wheel,) = scratch.glob("*.whl")
@@ -165,15 +201,18 @@ def say(text: str) -> None:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--portable", action="store_true", help="make a wheel for every x86-64 processor")
+    portable: bool = parser.parse_args().portable
     try:
-        check(VERSION)
-        if cached(VERSION) is None:
-            build(VERSION)
+        check(VERSION, portable=portable)
+        if cached(VERSION, portable=portable) is None:
+            build(VERSION, portable=portable)
     except (requirements.LackError, progress.CommandFailedError) as error:
         sys.exit(str(error))
     except KeyboardInterrupt:
         sys.exit(130)
-    print(cached(VERSION))
+    print(cached(VERSION, portable=portable))
 
 
 if __name__ == "__main__":

@@ -53,6 +53,20 @@ _log_callback = llama.llama_log_callback(_log)
 _abort_callback = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(_aborted)
 
 
+def _load_backends() -> None:
+    """Loads the best of the package's libraries for this processor, where it is built with several. llama.cpp's own
+    functions would look for them in the current folder, and so run any that lie there."""
+    llama.llama_log_set(_log_callback, ctypes.c_void_p(0))
+    if not _ggml.libggml.ggml_backend_reg_count():
+        _ggml.libggml.ggml_backend_load_all_from_path(bytes(_ggml.libggml_base_path))
+
+
+_ggml.libggml.ggml_backend_reg_count.restype = ctypes.c_size_t
+_ggml.libggml.ggml_backend_load_all_from_path.argtypes = [ctypes.c_char_p]
+_ggml.libggml.ggml_backend_load_all_from_path.restype = None
+_load_backends()
+
+
 def init() -> None:
     """Initialises llama.cpp; safe to call again."""
     llama.llama_log_set(_log_callback, ctypes.c_void_p(0))
