@@ -19,14 +19,14 @@ _HEAD = """# Licences
 
 Tokenbus is under the [Apache License 2.0](../LICENSE), and so is the demo model, which was trained from text that this
 repository generates. It contains no code of others. An installation downloads the packages below: this is all of
-`tokenbus[all]` with what these need in turn, in the versions of `constraints.txt`. None of them is under a licence that
-would require another one for Tokenbus. Those under the MPL 2.0 (`certifi`, `tqdm`) are used unchanged, which is all that
-it asks. Packages of the tests and benchmarks are never distributed.
+`tokenbus[all]` with what these need in turn, in the versions of `constraints.txt`. None of them is under a licence
+that would require another one for Tokenbus. Those under the MPL 2.0 (`certifi`, `tqdm`) are used unchanged, which is
+all that it asks. Packages of the tests and benchmarks are never distributed.
 
 Images contain the packages of their extra and the base image's, with the licences of Debian's packages in
-`/usr/share/doc/*/copyright`; `libgomp1` is under the GPL 3 with the GCC Runtime Library Exception. The wheel of llama.cpp
-(`llama-cpp-python`) has llama.cpp and ggml, both under the MIT licence. CUDA and cuDNN in the image for NVIDIA GPUs are
-under NVIDIA's terms.
+`/usr/share/doc/*/copyright`; `libgomp1` is under the GPL 3 with the GCC Runtime Library Exception. The wheel of
+llama.cpp (`llama-cpp-python`) has llama.cpp and ggml, both under the MIT licence. CUDA and cuDNN in the image for
+NVIDIA GPUs are under NVIDIA's terms.
 
 | package | version | licence |
 |---|---|---|

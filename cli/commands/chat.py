@@ -120,7 +120,7 @@ async def _chat(options: argparse.Namespace, client: WireClient) -> int:
     task = asyncio.current_task()
     assert task is not None
     # Ended from outside, the terminal must be left as it was; Ctrl-C is a key that the editor reads.
-    with signals.on_stop(task.cancel, signals=[signal.SIGTERM, signal.SIGHUP]):
+    with signals.on_stop(task.cancel, signals=[signal.SIGTERM, *signals.HANGUP]):
         _say(f"Chatting with {model}. /help shows what can be typed, Ctrl-D leaves.")
         status = await _converse(options, client, model, editor)
     if editor.problem:

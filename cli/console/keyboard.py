@@ -5,14 +5,16 @@ import contextlib
 import os
 import signal
 import sys
-import termios
-import tty
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from rich.live import Live
 
 from tokenbus.protocol.process import signals
+
+if sys.platform != "win32":
+    import termios
+    import tty
 
 LEAVING = frozenset(b"qQ\x04")
 """The keys that leave a command: q, and Ctrl-D."""
@@ -22,7 +24,7 @@ FORWARD = frozenset((b"\x1b[B", b"\x1bOB", b"\x1b[6~", b" ", b"n", b"j"))
 """Sent by the keys for the next page: arrow down, page down, space, n and j."""
 BACKWARD = frozenset((b"\x1b[A", b"\x1bOA", b"\x1b[5~", b"b", b"p", b"k"))
 """Sent by the keys for the page before: arrow up, page up, b, p and k."""
-SIGNALS = (*signals.SIGNALS, signal.SIGHUP)
+SIGNALS = (*signals.SIGNALS, *signals.HANGUP)
 
 
 @contextlib.contextmanager
@@ -30,7 +32,7 @@ def watched(
     live: Live, leave: Callable[[], object], press: Callable[[bytes], object] = lambda key: None
 ) -> Iterator[None]:
     """Within the block, `live` is shown and calls `leave` for a key that leaves, and for the first signal to stop. The
-    second ends the process. Ctrl-Z suspends it. `press` gets what each other key sends."""
+    second ends the process. Ctrl-Z suspends it. `press` gets what each other key sends. Windows has Ctrl-C only."""
     loop, keys = asyncio.get_running_loop(), _Keys(leave, press)
 
     def suspend() -> None:
@@ -49,11 +51,13 @@ def watched(
     keys.take()
     try:
         with live, signals.on_stop(leave, restore, SIGNALS):
-            loop.add_signal_handler(signal.SIGTSTP, suspend)
+            if sys.platform != "win32":
+                loop.add_signal_handler(signal.SIGTSTP, suspend)
             try:
                 yield
             finally:
-                loop.remove_signal_handler(signal.SIGTSTP)
+                if sys.platform != "win32":
+                    loop.remove_signal_handler(signal.SIGTSTP)
     finally:
         keys.release()
 
@@ -68,7 +72,7 @@ class _Keys:
         """The terminal's attributes before its keys were taken; None if they are not."""
 
     def take(self) -> None:
-        if sys.stdin.isatty():
+        if sys.platform != "win32" and sys.stdin.isatty():
             file = sys.stdin.fileno()
             self._before = termios.tcgetattr(file)
             tty.setcbreak(file, termios.TCSADRAIN)
@@ -76,7 +80,7 @@ class _Keys:
 
     def release(self) -> None:
         """Restores the terminal. Idempotent."""
-        if self._before is not None:
+        if sys.platform != "win32" and self._before is not None:
             file = sys.stdin.fileno()
             asyncio.get_running_loop().remove_reader(file)
             with contextlib.suppress(termios.error):  # it is gone

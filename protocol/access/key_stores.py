@@ -2,8 +2,8 @@
 
 import asyncio
 import contextlib
-import fcntl
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -14,6 +14,9 @@ from tokenbus.protocol.access import keys
 from tokenbus.protocol.access.key_ring import MAX_KEYS
 from tokenbus.protocol.access.keys import KeyRecord
 from tokenbus.protocol.bus.bucket import Bucket, BucketConflictError, BucketError, BucketLimits, Entry
+
+if sys.platform != "win32":
+    import fcntl
 
 _LIMITS = BucketLimits(max_bytes=256 * 1024 * 1024, max_value_bytes=keys.MAX_RECORD_BYTES)
 _MAX_FILE_BYTES = 64 * 1024 * 1024
@@ -211,6 +214,8 @@ class FileKeys:
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
         """Excludes other writers. The file itself can't be locked, since each write replaces it."""
+        if sys.platform == "win32":
+            raise KeyStoreError("files with keys can't be changed on Windows, which can't lock them as others do")
         lock = self.path.with_name(f".{self.path.name}.lock")
         with open(os.open(lock, os.O_WRONLY | os.O_CREAT, _PRIVATE), "wb") as file:
             fcntl.flock(file, fcntl.LOCK_EX)

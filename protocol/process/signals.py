@@ -5,6 +5,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import sys
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from types import FrameType
 from typing import Any, TypeVar
@@ -16,6 +17,8 @@ from tokenbus.protocol import tasks
 T = TypeVar("T")
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+HANGUP = (signal.SIGHUP,) if sys.platform != "win32" else ()
+"""The signal of a terminal that is closed, where there is one."""
 _APPLY_TIMEOUT_S = 10.0
 """The time limit for applying new settings: otherwise one that hangs would block every later reload."""
 
@@ -57,11 +60,13 @@ def on_stop(
     """Within the block, the first signal calls `first` in the running loop, and the second calls `at_once` and ends the
     process, even while the loop is busy. Afterwards the previous handlers are restored."""
     loop = asyncio.get_running_loop()
-    num_signals = 0
+    num_signals, has_handlers = 0, sys.platform != "win32"
 
     def count(number: int, frame: FrameType | None) -> None:
         nonlocal num_signals
         num_signals += 1
+        if num_signals == 1 and not has_handlers:
+            loop.call_soon_threadsafe(first)
         if num_signals > 1:
             with contextlib.suppress(Exception):  # nothing may prevent the process from ending
                 at_once()
@@ -69,13 +74,15 @@ def on_stop(
 
     before = {number: signal.getsignal(number) for number in signals}
     for number in before:
-        loop.add_signal_handler(number, first)  # a signal wakes the loop only where the loop has a handler
+        if has_handlers:
+            loop.add_signal_handler(number, first)  # on Unix a signal wakes the loop only where this has a handler
         signal.signal(number, count)
     try:
         yield
     finally:
         for number, handler in before.items():
-            loop.remove_signal_handler(number)
+            if has_handlers:
+                loop.remove_signal_handler(number)
             signal.signal(number, handler)
 
 
