@@ -78,7 +78,8 @@ def _needed() -> set[str]:
 
 def licence_of(metadata: importlib.metadata.PackageMetadata) -> str:
     """Returns a licence as an SPDX expression where the package has one, or else in its own words."""
-    named = metadata.get("License-Expression") or (metadata.get("License") or "").strip()
+    fields = metadata.json
+    named = str(fields.get("license_expression") or fields.get("license") or "").strip()
     if not named or "\n" in named:
         classifiers = metadata.get_all("Classifier") or []
         named = " OR ".join(one.split(" :: ")[-1] for one in classifiers if one.startswith("License :: "))

@@ -153,8 +153,8 @@ def _check_commands(python: Path, version: str, scratch: Path) -> None:
         if _ANSWER not in (answer := output("generate", "--nats", url, "--model", "demo", _QUESTION)):
             raise CheckError(f"tokenbus generate answered {answer!r}")
         say(f"  a first answer {time.monotonic() - began_at:.1f} s after `tokenbus up`")
-        for command in (["models"], ["top", "--once"], ["wire-check", "--model", "demo"]):
-            output(*command, "--nats", url)
+        for asked in (["models"], ["top", "--once"], ["wire-check", "--model", "demo"]):
+            output(*asked, "--nats", url)
     if list(empty.iterdir()):
         raise CheckError(f"tokenbus leaves files in the current folder: {[one.name for one in empty.iterdir()]}")
 

@@ -17,7 +17,10 @@ EXTRAS = {
     "bench": "bench",
 }
 """The extra of each command that needs one. Others talk to a running fleet with what the client library needs."""
-ON_UNIX = {"up", "worker", "router", "gateway", "auth", "auth-init", "config", "pull", "inspect", "doctor", "replay"}
+ON_UNIX = {
+    *("up", "worker", "router", "gateway", "auth", "auth-init", "config"),
+    *("models", "pull", "inspect", "doctor", "replay"),
+}
 """The commands that use what Windows lacks: locks and signals of files and processes."""
 
 

@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 
 import structlog
-from llama_cpp import _ggml
 from llama_cpp import llama_cpp as llama
 
 from tokenbus.worker.contract.contract import EngineDevice
@@ -18,6 +17,8 @@ _ERROR, _WARNING = 4, 3
 _MAX_ERRORS = 8
 _BUILD_FOLDER = re.compile(r"^/\S*/")
 """The folder in which llama.cpp was built; the text of a failed assertion begins with it."""
+_lib: ctypes.CDLL = llama._lib
+"""llama.cpp with the ggml that it uses itself; `llama_cpp._ggml` may load a second copy, with devices of its own."""
 _lock = threading.Lock()
 _last_errors: list[str] = []
 _abort_listeners: list[Callable[[str], None]] = []
@@ -57,20 +58,20 @@ def _load_backends() -> None:
     """Loads the best of the package's libraries for this processor, where it is built with several. llama.cpp's own
     functions would look for them in the current folder, and so run any that lie there."""
     llama.llama_log_set(_log_callback, ctypes.c_void_p(0))
-    if not _ggml.libggml.ggml_backend_reg_count():
-        _ggml.libggml.ggml_backend_load_all_from_path(bytes(_ggml.libggml_base_path))
+    if not _lib.ggml_backend_reg_count():
+        _lib.ggml_backend_load_all_from_path(bytes(llama._base_path))
 
 
-_ggml.libggml.ggml_backend_reg_count.restype = ctypes.c_size_t
-_ggml.libggml.ggml_backend_load_all_from_path.argtypes = [ctypes.c_char_p]
-_ggml.libggml.ggml_backend_load_all_from_path.restype = None
+_lib.ggml_backend_reg_count.restype = ctypes.c_size_t
+_lib.ggml_backend_load_all_from_path.argtypes = [ctypes.c_char_p]
+_lib.ggml_backend_load_all_from_path.restype = None
 _load_backends()
 
 
 def init() -> None:
     """Initialises llama.cpp; safe to call again."""
     llama.llama_log_set(_log_callback, ctypes.c_void_p(0))
-    _ggml.libggml.ggml_set_abort_callback(_abort_callback)
+    _lib.ggml_set_abort_callback(_abort_callback)
     llama.llama_backend_init()
 
 
@@ -87,20 +88,20 @@ def last_error() -> str:
     return first
 
 
-_ggml.libggml.ggml_backend_dev_count.restype = ctypes.c_size_t
-_ggml.libggml.ggml_backend_dev_get.argtypes = [ctypes.c_size_t]
-_ggml.libggml.ggml_backend_dev_get.restype = ctypes.c_void_p
-_ggml.libggml.ggml_backend_dev_name.argtypes = [ctypes.c_void_p]
-_ggml.libggml.ggml_backend_dev_name.restype = ctypes.c_char_p
-_ggml.libggml.ggml_backend_dev_type.argtypes = [ctypes.c_void_p]
-_ggml.libggml.ggml_backend_dev_description.argtypes = [ctypes.c_void_p]
-_ggml.libggml.ggml_backend_dev_description.restype = ctypes.c_char_p
-_ggml.libggml.ggml_backend_dev_memory.argtypes = [
+_lib.ggml_backend_dev_count.restype = ctypes.c_size_t
+_lib.ggml_backend_dev_get.argtypes = [ctypes.c_size_t]
+_lib.ggml_backend_dev_get.restype = ctypes.c_void_p
+_lib.ggml_backend_dev_name.argtypes = [ctypes.c_void_p]
+_lib.ggml_backend_dev_name.restype = ctypes.c_char_p
+_lib.ggml_backend_dev_type.argtypes = [ctypes.c_void_p]
+_lib.ggml_backend_dev_description.argtypes = [ctypes.c_void_p]
+_lib.ggml_backend_dev_description.restype = ctypes.c_char_p
+_lib.ggml_backend_dev_memory.argtypes = [
     ctypes.c_void_p,
     ctypes.POINTER(ctypes.c_size_t),
     ctypes.POINTER(ctypes.c_size_t),
 ]
-_ggml.libggml.ggml_backend_dev_memory.restype = None
+_lib.ggml_backend_dev_memory.restype = None
 
 
 def select_devices(names: Sequence[str], there: dict[str, int]) -> list[int]:
@@ -119,17 +120,15 @@ def select_devices(names: Sequence[str], there: dict[str, int]) -> list[int]:
 
 def all_devices() -> dict[str, int]:
     """Returns the addresses of all devices besides the CPU, by name. llama.cpp must be initialised."""
-    lib = _ggml.libggml
-    found = [lib.ggml_backend_dev_get(number) for number in range(lib.ggml_backend_dev_count())]
-    return {lib.ggml_backend_dev_name(one).decode(): one for one in found if lib.ggml_backend_dev_type(one) != _CPU}
+    found = [_lib.ggml_backend_dev_get(number) for number in range(_lib.ggml_backend_dev_count())]
+    return {_lib.ggml_backend_dev_name(one).decode(): one for one in found if _lib.ggml_backend_dev_type(one) != _CPU}
 
 
 def gpus() -> dict[str, int]:
     """Returns the addresses of the GPUs by name: llama.cpp uses integrated ones only if there are no others."""
-    lib = _ggml.libggml
     there = all_devices()
     discrete, integrated = (
-        {name: address for name, address in there.items() if lib.ggml_backend_dev_type(address) == kind}
+        {name: address for name, address in there.items() if _lib.ggml_backend_dev_type(address) == kind}
         for kind in (_GPU, _INTEGRATED_GPU)
     )
     return discrete or integrated
@@ -148,7 +147,7 @@ def computing_gpus(there: dict[str, int], settings: EngineSettings, gpu_layers: 
 
 def device_description(address: int) -> str:
     """Returns the driver's description of a device."""
-    words: bytes = _ggml.libggml.ggml_backend_dev_description(address)
+    words: bytes = _lib.ggml_backend_dev_description(address)
     return words.decode(errors="replace")
 
 
@@ -169,7 +168,7 @@ def device_memory(there: dict[str, int]) -> list[DeviceMemory]:
     found = []
     for name, address in there.items():
         free, total = ctypes.c_size_t(0), ctypes.c_size_t(0)
-        _ggml.libggml.ggml_backend_dev_memory(address, ctypes.byref(free), ctypes.byref(total))
+        _lib.ggml_backend_dev_memory(address, ctypes.byref(free), ctypes.byref(total))
         found.append(DeviceMemory(name, total.value, free.value))
     return found
 
