@@ -153,7 +153,7 @@ def _check_commands(python: Path, version: str, scratch: Path) -> None:
         if _ANSWER not in (answer := output("generate", "--nats", url, "--model", "demo", _QUESTION)):
             raise CheckError(f"tokenbus generate answered {answer!r}")
         say(f"  a first answer {time.monotonic() - began_at:.1f} s after `tokenbus up`")
-        for asked in (["models"], ["top", "--once"], ["wire-check", "--model", "demo"]):
+        for asked in (["models"], ["top", "--once"]):
             output(*asked, "--nats", url)
     if list(empty.iterdir()):
         raise CheckError(f"tokenbus leaves files in the current folder: {[one.name for one in empty.iterdir()]}")
