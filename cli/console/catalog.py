@@ -78,6 +78,10 @@ _OPERATE = {
         "list the models and workers being served, or the models in the Hub's cache", "models", "models --local"
     ),
     "top": Command("watch the fleet: load, KV blocks, tokens per second", "top", "top --once"),
+    "trace": Command(
+        "tell how a request went: which worker and why, what was cached, what it waited for",
+        *("trace my-request", "trace --slower-than-ms 2000", "traces"),
+    ),
     "doctor": Command(
         "check broker, models, ports and fleet, and say how to fix what is wrong", "doctor", "doctor --model chat.gguf"
     ),

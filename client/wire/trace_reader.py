@@ -15,6 +15,12 @@ _FIRST_S = 1.0
 _OTHERS_S = 0.15
 """The time after an answer in which the next one must come."""
 _MAX_ROUTERS = 256
+_PREFIXES = ("chatcmpl-", "cmpl-", "resp_", "msg_")
+
+
+def bare_id(given: str) -> str:
+    """Returns a request's id without the beginning that it has in an HTTP API."""
+    return next((given.removeprefix(one) for one in _PREFIXES if given.startswith(one)), given)
 
 
 class RoutedTrace(NamedTuple):

@@ -10,7 +10,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from tokenbus.client.wire import trace_story
-from tokenbus.client.wire.trace_reader import RoutedTrace, Traces
+from tokenbus.client.wire.trace_reader import RoutedTrace, Traces, bare_id
 from tokenbus.client.wire.trace_story import TraceSpan
 from tokenbus.gateway.admission.callers import Caller
 from tokenbus.gateway.admission.tenants import Tenants
@@ -19,8 +19,6 @@ from tokenbus.protocol.access.keys import Role
 from tokenbus.protocol.wire import messages, subjects
 from tokenbus.protocol.wire.traces import MAX_TRACES, first_token_ms
 
-_PREFIXES = ("chatcmpl-", "cmpl-", "resp_", "msg_")
-"""The beginnings that the APIs' own ids have before that of the request."""
 _HEADERS = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
 _DEFAULT_LIMIT = 50
 
@@ -97,7 +95,7 @@ class RequestPages:
     async def one(self, request: Request) -> Response:
         """Serves `GET /console/requests/{id}`: how one request went. Raises ApiError and RequestError."""
         given = request.path_params["request_id"]
-        request_id = next((given.removeprefix(one) for one in _PREFIXES if given.startswith(one)), given)
+        request_id = bare_id(given)
         if not subjects.is_request_id(request_id):
             raise _unknown(given)
         tenant, found = await self._ask(request, messages.TraceRequest(id=request_id))

@@ -37,7 +37,8 @@ class Descendants:
                         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
                     except OSError:  # it has ended meanwhile
                         continue
-                    self._note(int(pid), fields)
+                    if fields:  # empty if it ended between opening and reading
+                        self._note(int(pid), fields)
             return sum(self._cpu_s.values())
 
     def _note(self, pid: int, fields: list[str]) -> None:

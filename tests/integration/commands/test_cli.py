@@ -67,6 +67,23 @@ def test_generate_follows_a_schema_in_a_file(url: str, tmp_path: Path) -> None:
     assert done.stderr.startswith(f"tokenbus: {schema} is not JSON: ")
 
 
+def test_trace_tells_where_a_request_went_and_lists_the_last_ones(url: str) -> None:
+    done = tokenbus(url, "generate", "--model", "demo", "--json", "--max-tokens", "4", "hello")
+    last = json.loads(done.stdout.splitlines()[-1])
+    told = tokenbus(url, "trace", f"chatcmpl-{last['id']}").stdout.splitlines()
+    assert told[0] == f"{last['id']}, a request for demo"
+    assert told[-1].startswith("- It ended after ")
+    assert any(last["worker_id"] in line for line in told)
+    newest = json.loads(tokenbus(url, "trace", "--json", "-n", "1").stdout)
+    assert newest["id"] == last["id"]
+    assert newest["completion_tokens"] == 4
+    assert last["id"] in tokenbus(url, "trace").stdout
+    unknown = tokenbus(url, "trace", "never-was")
+    assert unknown.returncode == 1
+    assert unknown.stderr.startswith("tokenbus: no router knows this request of the tenant default")
+    assert tokenbus(url, "trace", "--failed", "never-was").returncode == 2
+
+
 def test_an_empty_prompt_is_refused_before_it_is_asked(url: str) -> None:
     done = tokenbus(url, "generate", "--model", "demo", "")
     assert (done.returncode, done.stdout, done.stderr) == (1, "", "tokenbus: the prompt is empty\n")
