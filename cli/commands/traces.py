@@ -27,7 +27,7 @@ def add_trace_flags(parser: Parser) -> None:
     flag = parser.group("which requests")
     flag("--failed", arguments.SWITCH, "only those that ended in an error")
     flag("--slower-than-ms", above(0, metavar="MS"), "only those whose first token came later", unset="all")
-    flag("--limit -n", whole(1, MAX_TRACES), "the most requests to list", 20)
+    flag("--limit", whole(1, MAX_TRACES), "the most requests to list", 20)
     flag("--json", arguments.SWITCH, "print JSON")
     connection_flags.add_flags(parser)
     parser.set_defaults(run=lambda options: _run(parser.prog, options))

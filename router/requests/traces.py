@@ -71,11 +71,14 @@ class RequestTraces:
 
     def keep(self, flight: Flight, reason: str, code: errors.Code | None, tokens: tuple[int, int, int]) -> None:
         """Keeps the end of a request, in place of the oldest one if there are too many."""
+        now = time.monotonic()
+        if flight.ended_by is not None:  # it has run there, even if its accept was not read or came too late
+            flight.way.accepted(flight.ended_by, now)
         end = self._by_key[flight.key] = _End(
             flight.key,
             flight.address,
             flight.received_at,
-            time.monotonic(),
+            now,
             flight.way,
             reason,
             "" if code is None else code,

@@ -76,6 +76,15 @@ def test_a_request_that_survived_its_worker_shows_both_and_when_the_first_was_la
     assert (trace.prompt_tokens, trace.cached_tokens, trace.completion_tokens) == (40, 32, 7)
 
 
+def test_a_worker_that_ended_a_request_before_its_accept_was_read_is_among_its_workers() -> None:
+    bed, one = Testbed(), flight("r1", received_at=10.0)
+    placed(one, "w1", 10.001)
+    one.ended_by = "w1"
+    bed.ends.tell_ended_by_worker(one)
+    (attempt,) = bed.find(id="r1")[0].attempts
+    assert (attempt.worker_id, attempt.accepted_ms is not None) == ("w1", True)
+
+
 def test_a_request_in_flight_is_told_before_those_that_have_ended() -> None:
     bed = Testbed()
     bed.ended("old")

@@ -74,7 +74,7 @@ def test_trace_tells_where_a_request_went_and_lists_the_last_ones(url: str) -> N
     assert told[0] == f"{last['id']}, a request for demo"
     assert told[-1].startswith("- It ended after ")
     assert any(last["worker_id"] in line for line in told)
-    newest = json.loads(tokenbus(url, "trace", "--json", "-n", "1").stdout)
+    newest = json.loads(tokenbus(url, "trace", "--json", "--limit", "1").stdout)
     assert newest["id"] == last["id"]
     assert newest["completion_tokens"] == 4
     assert last["id"] in tokenbus(url, "trace").stdout
