@@ -105,7 +105,7 @@ async def _page(browsing: Any, url: str, options: argparse.Namespace) -> Any:
         context = await browsing.new_context(viewport=_VIEWPORT)
         page = await context.new_page()
         await page.goto(url)
-        await page.wait_for_function("document.querySelectorAll('#workers tbody tr').length > 5")
+        await page.locator("#workers tbody tr").nth(5).wait_for()
         paints.append(await page.evaluate(_PAINTS))
         if len(paints) < options.pairs:
             await context.close()
@@ -139,8 +139,9 @@ async def _events(page: Any, url: str, count: int) -> None:
         began[name] = 1e3 * time.time()
         living.append(asyncio.create_task(process.live(host, int(port))))
         await asyncio.sleep(0.7)
-    await page.wait_for_function(f"Object.keys(window.seen).length === {count}", timeout=20_000)
-    seen = await page.evaluate("() => window.seen")
+    async with asyncio.timeout(20):
+        while len(seen := await page.evaluate("() => window.seen")) < count:
+            await asyncio.sleep(0.2)
     delays = sorted(seen[name] - started for name, started in began.items())
     for one in living:
         one.cancel()
