@@ -161,7 +161,7 @@ async def test_a_viewer_sees_no_acts(page: Any, fleet: dict[str, Any]) -> None:
     base = f"{fleet['http'].removesuffix('/v1')}/console"
     made = httpx2.post(f"{base}/keys", json={"role": "viewer"}, headers={"x-api-key": fleet["key"]}).json()
     await sign_in(page, fleet, made["key"])
-    assert await page.locator("#parts").inner_text() == "Fleet\nUsage"
+    assert await page.locator("#parts").inner_text() == "Fleet\nRequests\nUsage"
     await page.goto(f"{base}/#operate")
     assert not await page.locator("#operate").is_visible()
     drain = {"op": "drain", "workers": [["one", "worker-2"]]}
