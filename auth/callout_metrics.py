@@ -32,7 +32,7 @@ class CalloutMetrics(MetricFamilies):
         )
         self.kicks = Counter(
             f"{_P}_kicks",
-            "Connections that this service has closed: changed (their key no longer gives them their rights) "
+            "Connections that this service has closed: changed (their key no longer gives them their rights), "
             "too_many (the newest beyond those that their key may have) or renewal (they would soon have ended by "
             "themselves).",
             ("reason",),

@@ -1,4 +1,4 @@
-"""What keys and accounts cost, and how soon a revocation counts.
+"""Measures what keys and accounts cost, and how soon a revocation counts.
 
 python -m bench.router.access usage       the end of a request, counted for the usage reports (CPU time)
 python -m bench.router.access audit       a record for the audit log: added, and stored by a broker (CPU time)

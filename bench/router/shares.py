@@ -1,4 +1,4 @@
-"""What four tenants get of a fleet that has a quarter of what they ask for, with limits of 8, 4, 2 and 1 shares.
+"""Measures what four tenants with limits of 8, 4, 2 and 1 shares get of a fleet with a quarter of what they ask for.
 
 Run: .venv/bin/python -m bench.router.shares [--seconds 60] [--over 4]
 

@@ -58,13 +58,12 @@ async def _list(options: argparse.Namespace, client: WireClient) -> int:
 
 async def _tell(options: argparse.Namespace, client: WireClient) -> int:
     request_id = bare_id(options.request_id)
-    found = (await client.traces(messages.TraceRequest(id=request_id))).requests
-    if not found:
+    one = (await client.traces(messages.TraceRequest(id=request_id))).named(request_id)
+    if one is None:
         return print_error(
             f"no router knows this request of the tenant {options.tenant}: each remembers its last 4,096 requests "
             "until it is restarted"
         )
-    one = next((one for one in found if one.trace.id == request_id), found[0])
     if options.json:
         print(_json(one))
     else:

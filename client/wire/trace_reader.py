@@ -40,6 +40,11 @@ class Traces(NamedTuple):
     truncated: bool
     """Whether there are more requests like these."""
 
+    def named(self, request_id: str) -> RoutedTrace | None:
+        """Returns the request of exactly this id, else the latest one whose id begins with it, if there is one."""
+        exact = [one for one in self.requests if one.trace.id == request_id]
+        return next(iter(exact or self.requests), None)
+
 
 class TraceReader:
     """One question to all routers."""

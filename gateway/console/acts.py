@@ -255,7 +255,7 @@ class ConsoleActs:
             with self._services.bodies.holding() as held:
                 payload = await body.read(request, _MAX_BODY_BYTES, held)
         except body.ClientDisconnectedError as error:
-            raise ApiError(CANCELLED) from error  # nobody reads it
+            raise ApiError(CANCELLED) from error  # its client is gone
         return decoder.decode(payload, codec.Encoding.JSON)
 
     async def _answers(

@@ -99,10 +99,9 @@ class RequestPages:
         if not subjects.is_request_id(request_id):
             raise _unknown(given)
         tenant, found = await self._ask(request, messages.TraceRequest(id=request_id))
-        if not found.requests:
+        if (known := found.named(request_id)) is None:
             raise _unknown(given)
-        exact = [one for one in found.requests if one.trace.id == request_id]
-        router_id, trace = (exact or found.requests)[0]
+        router_id, trace = known
         body = ShownWay(
             tenant=tenant,
             router_id=router_id,
