@@ -269,7 +269,7 @@ class Chunk(Message, frozen=True, kw_only=True):
     tokens: int = 0
     """Sampled tokens that this chunk accounts for."""
     text_offset: int = 0
-    """UTF-8 bytes of completion text before this chunk."""
+    """UTF-8 bytes of completion text before this chunk; 0 in a chunk that a router itself sends."""
     text: str = ""
     """New text, in whole characters; may be empty."""
     finish_reason: FinishReason | None = None

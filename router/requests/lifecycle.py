@@ -34,7 +34,8 @@ from tokenbus.router.requests.tokenization.prompt_tokenizer import PromptTokeniz
 from tokenbus.router.workers.worker import Worker
 
 _FIRST_KEEPALIVE_S = 1.0 - 2 * limits.TICK_S
-"""A client whose request is held here gets its first keepalive within a second."""
+"""A client whose request is held here gets its first keepalive within a second, and no earlier: most hand-overs are
+over by then."""
 _PROGRESS_INTERVAL_S = 1.0
 """A client whose model is being loaded gets keepalives more often, with the progress."""
 _TRIM_INTERVAL_S = 1.0
@@ -118,6 +119,7 @@ class RequestLifecycle:
         or taken from a worker that gives it up."""
         self._flights.reclaim(flight)
         flight.in_doubt = not is_certain
+        flight.keepalive_at = None
         self._telemetry.rerouted(flight, worker.card.worker_id, time.monotonic())
         self._spawn(
             flight, functools.partial(self._dispatcher.redispatch, flight, worker, is_certain=is_certain, takes=takes)
@@ -199,7 +201,7 @@ class RequestLifecycle:
             self._telemetry.note_if_slow(flight, now)
             progress = self._loads.progress_of(flight.model)
             if flight.keepalive_at is None:
-                is_due = now - flight.received_at >= _FIRST_KEEPALIVE_S
+                is_due = now - flight.waiting_since >= _FIRST_KEEPALIVE_S
             else:
                 interval_s = limits.STREAM_KEEPALIVE_S if progress is None else _PROGRESS_INTERVAL_S
                 is_due = now - flight.keepalive_at >= interval_s - limits.TICK_S

@@ -84,6 +84,13 @@ def test_a_routers_empty_chunks_may_come_before_the_head() -> None:
     stream_checks.check_attempts([waiting, *right()])
 
 
+def test_a_routers_empty_chunk_amid_a_stream_has_no_text_offset() -> None:
+    holding = chunk(1, 0, "", 0, worker_id=None, model="m", created=1)
+    stream_checks.check_numbers([*right()[:2], holding, *right()[2:]])
+    with pytest.raises(BrokenError, match="message 3 is a router's and has text_offset 2 instead of 0"):
+        stream_checks.check_numbers([*right()[:2], holding | {"text_offset": 2}, *right()[2:]])
+
+
 @pytest.mark.parametrize(
     ("change", "seen"),
     [

@@ -8,10 +8,11 @@ from tests.sim.clients import ClientProcess, SimpleClient, SimplyAsked
 from tests.sim.network import Broker, Link
 from tests.sim.system import FrontendProcess, RouterProcess, kill
 from tests.sim.world import World, world
-from tokenbus.protocol.wire import codec, errors, internal, subjects
+from tokenbus.protocol.wire import codec, errors, internal, messages, subjects
 
 NAMES = subjects.Subjects()
 _events = codec.Decoder(internal.Events)
+_chunks = codec.Decoder(messages.Chunk)
 NUM_TOKENS = 60
 """Takes six seconds."""
 Strike = Callable[["System"], None]
@@ -271,6 +272,29 @@ def test_the_only_worker_drains_and_the_next_one_comes_later(system: System) -> 
     assert asked.is_whole
     assert other.is_whole
     assert system.client.asked[2].is_whole
+
+
+@pytest.mark.parametrize(("away_s", "keepalives"), [(0.5, []), (1.5, [0])], ids=["short", "long"])
+def test_a_router_says_that_it_holds_a_stream_after_a_second_and_knows_no_text_offset(
+    system: System, away_s: float, keepalives: list[int]
+) -> None:
+    asked = system.ask()
+    system.world.run(1.0)
+    heard: list[messages.Chunk] = []
+
+    def listen(sender: Link, subject: str, payload: bytes) -> None:
+        if b'"worker_id":null' in payload:
+            heard.append(_chunks.decode(payload, codec.Encoding.JSON))
+
+    system.on_message = listen
+    system.drain_worker()
+    system.world.run(away_s)
+    num_tokens = len(asked.tokens)
+    system.add_worker()
+    system.finish()
+    assert asked.is_whole
+    assert [one.text_offset for one in heard] == keepalives
+    assert {one.offset for one in heard} <= {num_tokens}
 
 
 def test_a_worker_leaves_while_its_router_is_replaced(system: System) -> None:

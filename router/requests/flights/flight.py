@@ -76,7 +76,7 @@ class Flight:
     first_accepted_at: float | None = None
     """When the first of its workers accepted it."""
     keepalive_at: float | None = None
-    """When this router last sent the client a keepalive."""
+    """When this router last sent the client a keepalive in the present wait."""
     ended_by: str | None = None
     """The last worker to report that the request has ended there. This report may arrive before the worker's accept."""
     end: internal.StreamEnd | None = None
