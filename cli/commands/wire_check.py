@@ -19,7 +19,7 @@ from tokenbus.protocol.telemetry import logs
 from tokenbus.protocol.wire import errors, subjects
 from tokenbus.protocol.wire.default_model import default_model
 
-_RULE_TIMEOUT_S = 40.0
+_RULE_TIMEOUT_S = 120.0
 _MODELS_TIMEOUT_S = 2.0
 
 

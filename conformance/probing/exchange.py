@@ -83,18 +83,24 @@ class Exchange:
         self.num_tokens += tokens if isinstance(tokens, int) else 0
         self.is_ended = self.is_ended or message.get("finish_reason") is not None
 
-    async def until(self, holds: Callable[[], bool], what: str, timeout_s: float = DEFAULT_WAIT_S) -> None:
-        """Waits until a condition holds. Raises BrokenError naming what did not arrive in time."""
+    async def until(
+        self, holds: Callable[[], bool], what: str, timeout_s: float = DEFAULT_WAIT_S, *, of_silence: bool = False
+    ) -> None:
+        """Waits until a condition holds, at most for a time, which `of_silence` begins anew with each message. Raises
+        BrokenError naming what did not arrive in time."""
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(timeout_s) as limit:
                 # Clearing before waiting can't lose a message: nothing else runs in between.
                 while not holds():
                     if self._fault is not None:
                         raise self._fault
                     self._changed.clear()
                     await self._changed.wait()
+                    if of_silence:
+                        limit.reschedule(asyncio.get_running_loop().time() + timeout_s)
         except TimeoutError:
-            raise BrokenError(f"{what} did not arrive within {timeout_s:g} s, {self._so_far()}") from None
+            after = f"{timeout_s:g} s of silence" if of_silence else f"{timeout_s:g} s"
+            raise BrokenError(f"{what} did not arrive within {after}, {self._so_far()}") from None
 
     async def first(self, what: str, timeout_s: float = DEFAULT_WAIT_S) -> Message:
         """Waits for the first message and returns it."""
@@ -109,11 +115,11 @@ class Exchange:
 
     async def tokens(self, count: int) -> None:
         """Waits until `count` tokens or the terminal have arrived."""
-        await self.until(lambda: self.num_tokens >= count or self.is_ended, f"{count} tokens")
+        await self.until(lambda: self.num_tokens >= count or self.is_ended, f"{count} tokens", of_silence=True)
 
     async def terminal(self, timeout_s: float = DEFAULT_WAIT_S) -> Message:
-        """Waits for the first terminal and returns it."""
-        await self.until(lambda: self.is_ended, "a terminal", timeout_s)
+        """Waits for the first terminal and returns it. A slow stream may take as long as its rule."""
+        await self.until(lambda: self.is_ended, "a terminal", timeout_s, of_silence=True)
         return next(message for message in self.messages if message.get("finish_reason") is not None)
 
     def _so_far(self) -> str:

@@ -551,6 +551,23 @@ def test_an_exchange_takes_whatever_comes() -> None:
         assert exchange.messages
 
 
+async def test_a_slow_stream_is_waited_for_until_it_falls_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = [0.0]
+    monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: now_s[0])
+    exchange = Exchange("inbox", msgpack=False)
+    waiting = asyncio.create_task(exchange.terminal(timeout_s=20.0))
+    for offset in range(3):
+        await asyncio.sleep(0)
+        now_s[0] += 15.0
+        exchange.take(Received(offset, 0.0, "", json.dumps(chunk(offset, offset, "a")).encode(), {}))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert not waiting.done()
+    now_s[0] += 21.0
+    with pytest.raises(BrokenError, match="within 20 s of silence, only 3 messages"):
+        await waiting
+
+
 async def test_of_several_requests_whichever_speaks_first_is_enough() -> None:
     """Routers decide in which order a worker gets requests, and so which of them run."""
     first, second, third = exchanges = [Exchange("inbox", msgpack=False) for _ in range(3)]
