@@ -25,16 +25,20 @@ from pathlib import Path
 from hatchling.builders.sdist import SdistBuilder
 from hatchling.builders.wheel import WheelBuilder
 
-from deploy import llama_cpp_wheel
+from deploy import llama_cpp_wheel, progress, requirements
 from tokenbus.cli.console import catalog
 
 ROOT = Path(__file__).parents[1]
 _NOT_IN_IMAGES = ("tests", "bench", "docs", "tools")
+_MADE = ("tokenbus-*.*", "llama_cpp_python-*.whl", "constraints.txt", "SHA256SUMS")
 _QUESTION, _ANSWER = "What is 12 + 30?", "12 + 30 = 42."
 
 
 class CheckError(RuntimeError):
     """A part of the release is not as it should be."""
+
+
+_FAILURES = (CheckError, requirements.LackError, progress.CommandFailedError, subprocess.CalledProcessError)
 
 
 def main() -> None:
@@ -47,13 +51,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         try:
             make(dist, Path(scratch))
-        except CheckError as error:
+        except _FAILURES as error:
             sys.exit(str(error))
+        except KeyboardInterrupt:
+            sys.exit(130)
 
 
 def make(dist: Path, scratch: Path) -> None:
-    shutil.rmtree(dist, ignore_errors=True)
-    dist.mkdir(parents=True)
+    _empty(dist)
     source = _unpacked(_archive(scratch / "source.tar.gz", "source"), scratch)
     version: str = tomllib.loads((source / "pyproject.toml").read_text())["project"]["version"]
     say(f"Tokenbus {version}: source distribution and wheel")
@@ -76,6 +81,16 @@ def make(dist: Path, scratch: Path) -> None:
     say("")
     for path in sorted(dist.iterdir()):
         say(f"{path.stat().st_size / 1e6:8.2f} MB  {path}")
+
+
+def _empty(dist: Path) -> None:
+    """Makes the folder, or removes an earlier release from it. Raises CheckError if it has other files."""
+    dist.mkdir(parents=True, exist_ok=True)
+    for path in dist.iterdir():
+        if not any(path.match(name) for name in _MADE):
+            raise CheckError(f"{path} is not part of a release: --dist must be a folder of its own")
+    for path in dist.iterdir():
+        path.unlink()
 
 
 def _git(*arguments: str) -> str:
@@ -140,7 +155,8 @@ def _check_commands(python: Path, version: str, scratch: Path) -> None:
     def output(*arguments: str) -> str:
         done = subprocess.run([tokenbus, *arguments], capture_output=True, text=True, cwd=empty)
         if done.returncode != 0:
-            raise CheckError(f"tokenbus {' '.join(arguments)} ended with {done.returncode}: {done.stderr}")
+            said = "\n".join(line for line in done.stdout.splitlines() if not line.startswith("ok "))
+            raise CheckError(f"tokenbus {' '.join(arguments)} ended with {done.returncode}: {said}\n{done.stderr}")
         return done.stdout
 
     if output("--version") != f"tokenbus {version}\n":
@@ -155,6 +171,7 @@ def _check_commands(python: Path, version: str, scratch: Path) -> None:
         say(f"  a first answer {time.monotonic() - began_at:.1f} s after `tokenbus up`")
         for asked in (["models"], ["top", "--once"]):
             output(*asked, "--nats", url)
+        say(f"  wire-check: {output('wire-check', '--model', 'demo', '--nats', url).splitlines()[-1]}")
     if list(empty.iterdir()):
         raise CheckError(f"tokenbus leaves files in the current folder: {[one.name for one in empty.iterdir()]}")
 
@@ -166,7 +183,9 @@ def _up(tokenbus: str, folder: Path) -> Iterator[str]:
     with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=folder) as running:
         assert running.stdout is not None
         try:
-            yield json.loads(running.stdout.readline())["nats"]
+            if not (line := running.stdout.readline()):
+                raise CheckError("tokenbus up did not start")
+            yield json.loads(line)["nats"]
         finally:
             running.send_signal(signal.SIGINT)
     if running.returncode != 0:

@@ -3,7 +3,7 @@
 ARG BASE=python:3.11-slim-bookworm
 FROM ${BASE} AS build
 WORKDIR /src
-COPY pyproject.toml README.md constraints.txt ./
+COPY pyproject.toml README.md LICENSE constraints.txt ./
 # The packages first, with an empty Tokenbus: this layer stays when only the code changes.
 RUN mkdir tokenbus && touch tokenbus/__init__.py && python3 -m venv /opt/tokenbus \
  && /opt/tokenbus/bin/pip install --no-cache-dir -c constraints.txt '.[router,gateway,traces,oidc]'

@@ -1,18 +1,18 @@
 # Worker for CPUs: llama.cpp and onnxruntime.
 #   docker build -f deploy/docker/worker.Dockerfile -t tokenbus-worker .
-# CMAKE_ARGS are passed to llama.cpp's build; without GGML_NATIVE=OFF the image only runs on processors like the builder's.
+# It runs on every x86-64 processor. llama.cpp is compiled for that, unless a release's wheel of it lies in deploy/.
 ARG BASE=python:3.11-slim-bookworm
 FROM ${BASE} AS build
 RUN apt-get update && apt-get install -y --no-install-recommends g++ make && rm -rf /var/lib/apt/lists/*
 WORKDIR /src
-ARG CMAKE_ARGS="-DGGML_NATIVE=OFF -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON"
-ENV TOKENBUS_CACHE=/cache
-COPY deploy/*.py deploy/
-RUN python3 -m venv /opt/tokenbus && /opt/tokenbus/bin/python -m deploy.llama_cpp_wheel
-COPY pyproject.toml README.md constraints.txt ./
+ARG CMAKE_ARGS=""
+COPY deploy/*.py deploy/llama_cpp_python-*.whl deploy/
+RUN python3 -m venv /opt/tokenbus && mkdir wheels && if ls deploy/*.whl; then mv deploy/*.whl wheels; \
+    else cp "$(/opt/tokenbus/bin/python -m deploy.llama_cpp_wheel --portable)" wheels; fi
+COPY pyproject.toml README.md LICENSE constraints.txt ./
 # The packages first, with an empty Tokenbus: this layer stays when only the code changes.
 RUN mkdir tokenbus && touch tokenbus/__init__.py \
- && /opt/tokenbus/bin/pip install --no-cache-dir -c constraints.txt /cache/tokenbus/wheels/*/*.whl '.[worker,worker-onnx,traces]'
+ && /opt/tokenbus/bin/pip install --no-cache-dir -c constraints.txt wheels/*.whl '.[worker,worker-onnx,traces]'
 COPY . .
 # pip, setuptools and the packages' own tests take 44 MB that nothing runs.
 RUN /opt/tokenbus/bin/pip install --no-cache-dir --no-deps --force-reinstall . \
