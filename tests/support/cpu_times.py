@@ -22,6 +22,7 @@ class Descendants:
     def __init__(self) -> None:
         self._cpu_s: dict[tuple[int, int], float] = {}
         """By pid and start time, as of the last sample."""
+        self._pids: set[int] = {os.getpid()}
         self._lock = threading.Lock()
 
     def sample_forever(self) -> None:
@@ -43,7 +44,8 @@ class Descendants:
 
     def _note(self, pid: int, fields: list[str]) -> None:
         one, parent = (pid, int(fields[19])), int(fields[1])
-        if one in self._cpu_s or parent == os.getpid() or any(known == parent for known, _ in self._cpu_s):
+        if one in self._cpu_s or parent in self._pids:
+            self._pids.add(pid)
             self._cpu_s[one] = (int(fields[11]) + int(fields[12])) * _TICK_S
 
 
