@@ -13,7 +13,7 @@ PRODUCT := .venv/.product
 READY := .venv/.ready
 # Where it is set, as in many containers, every test process would compile all tests again in every run.
 unexport PYTHONDONTWRITEBYTECODE
-SPREAD := -n 4 --dist worksteal --ignore tests/laws
+SPREAD := --forks=4 --ignore tests/laws
 
 .PHONY: up install test test-long durations check conformance console-check hostile chaos test-upgrade device-check architectures architectures-check format bench demo-model dashboards rules site release help clean
 

@@ -1,11 +1,8 @@
 """For all tests."""
 
-import atexit
 import gc
 import os
-import shutil
 import signal
-import tempfile
 import unittest
 from collections.abc import Iterator
 from typing import Any
@@ -17,7 +14,7 @@ from tests.support import zygote
 
 gc.disable()  # until all tests are collected: none of what they import is garbage
 
-pytest_plugins = ("tests.support.skips", "tests.support.jetstream")
+pytest_plugins = ("tests.support.forks", "tests.support.skips", "tests.support.jetstream")
 
 # How long an example takes says how busy the machine is, and nothing of the rule that it tests.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -38,14 +35,6 @@ for _number, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.S
 
 # Systems of several tests run at a time, and engines that share a core only wait for each other's threads.
 os.environ.setdefault("TOKENBUS_THREADS", "1")
-
-# Whatever else runs on this machine, the workers of a test plan their memory as if they were alone.
-os.environ["XDG_RUNTIME_DIR"] = tempfile.mkdtemp(prefix="tokenbus-tests-")
-atexit.register(shutil.rmtree, os.environ["XDG_RUNTIME_DIR"], ignore_errors=True)
-
-# They keep nothing in the state folder of who runs the tests.
-os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="tokenbus-state-")
-atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
 
 zygote.install()
 

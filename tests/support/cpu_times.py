@@ -50,22 +50,26 @@ class Descendants:
 
 
 class CpuTimes:
-    """Notes the CPU time of each phase of each test in its report, which xdist passes on."""
+    """Notes the CPU time of each phase of each test in its report."""
 
     def __init__(self) -> None:
-        self._descendants = Descendants()
+        self._descendants: Descendants | None = None
         self._marked_s = 0.0
-        threading.Thread(target=self._descendants.sample_forever, daemon=True).start()
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(self) -> None:
+        if self._descendants is None:  # this is the first test of this process
+            self._descendants = Descendants()
+            threading.Thread(target=self._descendants.sample_forever, daemon=True).start()
+            self._marked_s = time.process_time()
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item, call):  # type: ignore[no-untyped-def]
         report = yield
+        assert self._descendants is not None
         before, self._marked_s = self._marked_s, time.process_time() + self._descendants.cpu_s()
         report.cpu_s = self._marked_s - before
         return report
-
-    def pytest_collection_finish(self) -> None:
-        self._marked_s = time.process_time()
 
 
 class Table:
@@ -97,8 +101,5 @@ def pytest_configure(config: pytest.Config) -> None:
     path = config.getoption("--cpu-times")
     if path is None:
         return
-    is_worker = hasattr(config, "workerinput")
-    if not is_worker:
-        config.pluginmanager.register(Table(path))
-    if is_worker or not config.getoption("numprocesses", None):
-        config.pluginmanager.register(CpuTimes())
+    config.pluginmanager.register(Table(path))
+    config.pluginmanager.register(CpuTimes())
