@@ -22,7 +22,7 @@ settings.load_profile("untimed")
 
 IS_LONG = os.environ.get("TOKENBUS_TESTS") == "long"
 """Whether this is `make test-long`, which CI runs after `make test`."""
-QUICK_SHARE = 4
+QUICK_SHARE = 8
 """`make test` tries one in this many of a rule's examples, but at least `QUICK_LEAST`; others at every run."""
 QUICK_LEAST = 10
 

@@ -71,7 +71,12 @@ class Poisonous(NamedTuple):
         return msgspec.structs.replace(asked, adapters=self.adapters)
 
 
-@pytest_asyncio.fixture(params=[f"token-{name}" for name in BY_TOKEN] + [f"adapter-{name}" for name in BY_ADAPTER])
+EVERY = [f"token-{name}" for name in BY_TOKEN] + [f"adapter-{name}" for name in BY_ADAPTER]
+LONG = ("token-unified-f16", "token-unified-flash", "token-unified-q4_0", "token-window-flash")
+"""Of these caches, `make test` tries q8_0, which has flash attention, and a window."""
+
+
+@pytest_asyncio.fixture(params=[pytest.param(one, marks=pytest.mark.long if one in LONG else ()) for one in EVERY])
 async def poisonous(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Poisonous]:
     kind, _, name = request.param.partition("-")
     engine = demo_engine((BY_TOKEN if kind == "token" else BY_ADAPTER)[name]())

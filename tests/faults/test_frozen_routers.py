@@ -63,12 +63,12 @@ def placed_by(system: System, router: str, request_id: str) -> bool:
 
 async def test_requests_after_three_seconds_are_answered_and_streams_are_not_disturbed(system: System) -> None:
     bare = await system.connect()
-    running = [await bare.generate(STORY | {"max_tokens": LONG}) for _ in range(8)]
+    running = [await bare.generate(STORY | {"max_tokens": LONG}) for _ in range(4)]
     for answer in running:
         await answer.until(2)
     system.signal("router-a", signal.SIGSTOP)
     await asyncio.sleep(DROPPED_S)
-    answers = [await bare.generate(STORY | {"max_tokens": 8}) for _ in range(30)]
+    answers = [await bare.generate(STORY | {"max_tokens": 8}) for _ in range(12)]
     for answer in (*answers, *running):
         assert (await answer.terminal())["finish_reason"] == "length"
         assert answer.flaws == (0, 0)
@@ -76,7 +76,7 @@ async def test_requests_after_three_seconds_are_answered_and_streams_are_not_dis
 
 async def test_a_frozen_guardian_is_replaced_so_that_its_streams_outlive_their_worker(system: System) -> None:
     bare = await system.connect()
-    answers = {f"r{n}": await bare.generate(STORY | {"max_tokens": LONG, "id": f"r{n}"}) for n in range(16)}
+    answers = {f"r{n}": await bare.generate(STORY | {"max_tokens": LONG, "id": f"r{n}"}) for n in range(8)}
     for answer in answers.values():
         await answer.until(2)
     assert any(placed_by(system, "router-a", name) for name in answers)
@@ -100,7 +100,7 @@ async def test_workers_replace_a_frozen_guardian_whose_connection_the_broker_kee
     config.write_text('ping_interval: "2m"\n')
     async with started(tmp_path, config) as system:
         bare = await system.connect()
-        answers = {f"r{n}": await bare.generate(STORY | {"max_tokens": LONG, "id": f"r{n}"}) for n in range(16)}
+        answers = {f"r{n}": await bare.generate(STORY | {"max_tokens": LONG, "id": f"r{n}"}) for n in range(8)}
         for answer in answers.values():
             await answer.until(2)
         guarded = [name for name in answers if placed_by(system, "router-a", name)]

@@ -69,17 +69,17 @@ async def freeze_under_load(system: System, victim: str) -> None:
     async with await WireClient.connect(system.url) as client:
         undisturbed = await ask(client, NUM_TOKENS, logprobs=5).end()
         for seconds in PAUSES_S:
-            told = [ask(client, NUM_TOKENS) for _ in range(8)]
+            told = [ask(client, NUM_TOKENS) for _ in range(4)]
             await asyncio.gather(*(one.speaks() for one in told))
             with frozen(await pid_of(system, bare, victim)):
-                told += [ask(client, 30) for _ in range(8)]
+                told += [ask(client, 30) for _ in range(4)]
                 await asyncio.sleep(seconds)
             for one in await asyncio.gather(*(one.end() for one in told)):
                 one.check(undisturbed)
             assert all(one.is_whole for one in told), (victim, seconds)
             await until_ready(bare, 2)
             await until_idle(bare)
-            last = [ask(client, 20) for _ in range(8)]
+            last = [ask(client, 20) for _ in range(4)]
             for one in await asyncio.gather(*(one.end() for one in last)):
                 assert one.is_whole, one.terminal
                 one.check(undisturbed)

@@ -45,7 +45,7 @@ async def test_replicas_have_cards_of_their_own_and_one_engine_process_within_th
     assert len({card["pids"]["engine"] for card in found}) == 1
     tokens = sum(card["total_kv_blocks"] * card["kv_block_size"] for card in found)
     assert 0.9 * (4 << 20) < tokens * _bytes_per_token() <= 4 << 20
-    answers = [await bare.generate(LONG | {"max_tokens": 200}) for _ in range(9)]
+    answers = [await bare.generate(LONG | {"max_tokens": 100}) for _ in range(9)]
     workers = {(await answer.terminal())["worker_id"] for answer in answers}
     assert workers == {"worker-1", "worker-2", "worker-3"}
 
@@ -55,7 +55,7 @@ async def test_when_the_engine_process_is_killed_every_replicas_streams_go_on(sy
     system.worker("worker", "--replicas", "2")
     bare = await system.connect()
     found = await until_ready(bare, 2)
-    answers = [await bare.generate(LONG) for _ in range(8)]
+    answers = [await bare.generate(LONG | {"max_tokens": 300}) for _ in range(4)]
     for answer in answers:
         await answer.until(3)
     os.kill(found[0]["pids"]["engine"], signal.SIGKILL)
@@ -78,7 +78,7 @@ async def test_a_model_is_loaded_and_unloaded_beside_another_whose_streams_notic
     system.worker("worker")
     bare = await system.connect()
     (card,) = await until_ready(bare, 1)
-    running = [await bare.generate(LONG | {"max_tokens": 900}) for _ in range(4)]
+    running = [await bare.generate(LONG | {"max_tokens": 900}) for _ in range(2)]
     told = await control(bare, card, op="load", model=str(other), replicas=2, settings={"context_length": 256})
     assert told[0] == {"ok": True, "progress": 0.0}
     assert told[-1] == {"ok": True, "progress": 1.0, "worker_ids": ["worker-2", "worker-3"]}

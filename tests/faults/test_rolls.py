@@ -51,14 +51,15 @@ async def test_streams_go_on_at_another_worker_when_theirs_is_stopped(system: Sy
         system.worker(name, *AT_ONCE)
     bare = await system.connect()
     await until_ready(bare, 2)
-    calm = await bare.ask(LONG)
-    answers = await started(bare, 8)
+    short = LONG | {"max_tokens": 400}
+    calm = await bare.ask(short)
+    answers = await started(bare, 4, **short)
     workers = [worker_of(answer) for answer in answers]
-    whole = await bare.generate(LONG | {"id": "whole", "stream": False})
+    whole = await bare.generate(short | {"id": "whole", "stream": False})
     system.signal(workers[0], signal.SIGTERM)
     assert await system.wait(workers[0]) == 0
     assert await check_all_went_on(answers, calm) == [1 + (worker == workers[0]) for worker in workers]
-    assert (await whole.terminal())["usage"]["completion_tokens"] == LONG["max_tokens"]
+    assert (await whole.terminal())["usage"]["completion_tokens"] == short["max_tokens"]
 
 
 async def test_streams_of_the_only_worker_go_on_when_it_is_stopped_and_started_again(system: System) -> None:
@@ -67,11 +68,11 @@ async def test_streams_of_the_only_worker_go_on_when_it_is_stopped_and_started_a
     bare = await system.connect()
     await until_ready(bare, 1)
     calm = await bare.ask(LONG)
-    answers = await started(bare, 4)
+    answers = await started(bare, 2)
     system.signal("worker", signal.SIGTERM)
     assert await system.wait("worker") == 0
     system.worker("worker")
-    assert await check_all_went_on(answers, calm) == [2] * 4
+    assert await check_all_went_on(answers, calm) == [2] * 2
 
 
 @pytest.mark.parametrize(

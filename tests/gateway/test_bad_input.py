@@ -138,7 +138,7 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
         found: list[str] = []
 
         def stream() -> None:
-            while not is_over.is_set():
+            while not is_over.wait(0.2):
                 found.append(answer_with(gateway))
 
         thread = threading.Thread(target=stream)

@@ -58,14 +58,17 @@ async def refused(client: WireClient, body: dict[str, object]) -> str:
         return f"{error.error.code} {error.error.param}"
 
 
-async def test_ten_hostile_tenants_delay_another_ones_small_regex_by_a_moment(served: System) -> None:
+async def test_hostile_tenants_get_refusals_or_answers_and_delay_another_ones_small_regex_by_a_moment(
+    served: System,
+) -> None:
     bare = await served.connect()
     story = {"prompt": "Once upon a time", "max_tokens": 100, "ignore_eos": True, "temperature": 0}
     told = (await bare.ask(story)).text
+    num_hostile = times(5, 10)
     async with AsyncExitStack() as clients:
         hostile = [
             await clients.enter_async_context(await WireClient.connect(served.url, tenant=f"hostile{n}"))
-            for n in range(10)
+            for n in range(num_hostile)
         ]
         other = await clients.enter_async_context(await WireClient.connect(served.url, tenant="other"))
         expected = await ask(other, SMALL)
@@ -73,7 +76,7 @@ async def test_ten_hostile_tenants_delay_another_ones_small_regex_by_a_moment(se
         for turn in range(times(1, 10)):
             attacks = [
                 asyncio.create_task(refused(hostile[n], vary(attack, f"{turn}-{n}")))
-                for n in range(10)
+                for n in range(num_hostile)
                 for attack in list(ATTACKS.values())[n % 5 : None if IS_LONG else n % 5 + 1]
             ]
             waits = []
@@ -86,8 +89,9 @@ async def test_ten_hostile_tenants_delay_another_ones_small_regex_by_a_moment(se
                 f"waited {max(waits):.3f} s at most, {sorted(waits)[len(waits) // 2]:.3f} s mostly, {len(waits)} times"
             )
             assert max(waits) < WAIT_S
-            found = {attack.result() for attack in attacks}
-            assert all("crash" not in one and "internal" not in one for one in found), found
+            found = [attack.result() for attack in attacks]
+            assert all(one.startswith(("answered", "invalid_request")) for one in found), found
+        assert await refused(hostile[0], vary(ATTACKS["a regex of 8,000 optional characters"], f"{turn}-0")) == found[0]
     assert num_engines(served) == 1
 
 
@@ -139,13 +143,4 @@ async def test_one_whose_process_stands_still_or_dies_harms_only_its_own_request
     terminal = await answer.terminal()
     assert (terminal["error"]["code"], terminal["error"]["param"]) == ("invalid_request", "grammar")
     assert (await bare.ask({"prompt": "x", "grammar": 'root ::= "abc"'})).text == "abc", "there is another nursery"
-    assert num_engines(served) == 1
-
-
-@pytest.mark.parametrize("name", ATTACKS)
-async def test_each_ends_in_a_refusal_or_an_answer_and_the_engine_lives(served: System, name: str) -> None:
-    async with await WireClient.connect(served.url, tenant="hostile") as client:
-        found = await refused(client, ATTACKS[name])
-        assert found.startswith(("answered", "invalid_request")), found
-        assert await refused(client, ATTACKS[name]) == found
     assert num_engines(served) == 1

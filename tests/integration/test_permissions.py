@@ -6,7 +6,7 @@ import json
 import secrets
 import signal
 import subprocess
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -74,38 +74,65 @@ class Guarded:
                 await asyncio.sleep(0.01)
         self.violations.clear()
 
+    async def disconnect(self) -> None:
+        """Closes the clients and forgets what was refused to them."""
+        for client in self.clients:
+            await client.close()
+        self.clients.clear()
+        self.violations.clear()
+
     def check_nothing_was_refused(self, *processes: str) -> None:
         assert not self.violations
         for name in processes:
             assert "permissions violation" not in self.system.text_log(name).lower(), name
 
 
-@pytest.fixture
-async def empty(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> AsyncIterator[Guarded]:
-    """A broker without routers and workers; `max_payload` may be another than the file's."""
-    config = tmp_path / "nats.conf"
-    text = CONFIG.read_text().replace("max_payload: 1MB", f"max_payload: {getattr(request, 'param', '1MB')}")
-    config.write_text(text.replace('# jetstream { store_dir: "/data"', f'jetstream {{ store_dir: "{tmp_path}"'))
+@contextlib.contextmanager
+def guarded_broker(folder: Path, max_payload: str = "1MB") -> Iterator[Guarded]:
+    """Runs a broker with the file's permissions, without routers and workers."""
+    config = folder / "nats.conf"
+    text = CONFIG.read_text().replace("max_payload: 1MB", f"max_payload: {max_payload}")
+    config.write_text(text.replace('# jetstream { store_dir: "/data"', f'jetstream {{ store_dir: "{folder}"'))
     passwords = {user: f"p{secrets.token_hex(8)}" for user in USERS}  # digits alone would be read as a number
-    for user, password in passwords.items():
-        monkeypatch.setenv(f"TOKENBUS_{user.replace('-', '_').upper()}_PASSWORD", password)
-    system = await System.start(tmp_path, config)
-    guarded = Guarded(system, passwords, monkeypatch)
-    yield guarded
-    for client in guarded.clients:
-        await client.close()
-    await system.stop()
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        for user, password in passwords.items():
+            monkeypatch.setenv(f"TOKENBUS_{user.replace('-', '_').upper()}_PASSWORD", password)
+        system = asyncio.run(System.start(folder, config))
+        yield Guarded(system, passwords, monkeypatch)
+        asyncio.run(system.stop())
 
 
 @pytest.fixture
-async def guarded(empty: Guarded) -> Guarded:
-    """A router, and a worker of each of two models."""
-    empty.router("router")
+def unshared(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Guarded]:
+    with guarded_broker(tmp_path, getattr(request, "param", "1MB")) as guarded:
+        yield guarded
+
+
+@pytest.fixture
+async def empty(unshared: Guarded) -> AsyncIterator[Guarded]:
+    """A broker of the test's own without routers and workers; `max_payload` may be another than the file's."""
+    yield unshared
+    await unshared.disconnect()
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
+    with guarded_broker(tmp_path_factory.mktemp("guarded")) as guarded:
+        guarded.router("router")
+        start_workers(guarded)
+        yield guarded
+
+
+@pytest.fixture
+async def guarded(shared: Guarded) -> AsyncIterator[Guarded]:
+    """A router, and a worker of each of two models, for tests that leave them running."""
+    yield shared
+    await shared.disconnect()
+
+
+def start_workers(guarded: Guarded) -> None:
     for name, path in (("demo", demo.MODEL_PATH), ("other", demo.ONNX_PATH)):
-        empty.worker(f"w-{name}", model=path, served_name=name)
-    return empty
+        guarded.worker(f"w-{name}", model=path, served_name=name)
 
 
 async def until_served(client: Nats, tenant: str, count: int) -> None:
@@ -203,7 +230,10 @@ async def until_workers(client: Nats, count: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("empty", "prompt"), [("1MB", [1]), ("64KB", [1] * 60_000)], indirect=["empty"], ids=["small", "in parts"]
+    ("unshared", "prompt"),
+    [pytest.param("1MB", [1], marks=pytest.mark.long), ("64KB", [1] * 60_000)],
+    indirect=["unshared"],
+    ids=["small", "in parts"],
 )
 async def test_streams_survive_their_router_and_then_their_worker(empty: Guarded, prompt: list[int]) -> None:
     system = empty.system
@@ -401,17 +431,19 @@ async def until_heard(client: Nats, subject: str, payload: bytes) -> Msg:
             await asyncio.sleep(0.05)
 
 
-async def test_a_stream_is_asked_for_and_cancelled_while_there_is_no_router(guarded: Guarded) -> None:
-    acme = await guarded.connect("acme", "_INBOX_acme")
+async def test_a_stream_is_asked_for_and_cancelled_while_there_is_no_router(empty: Guarded) -> None:
+    empty.router("router")
+    start_workers(empty)
+    acme = await empty.connect("acme", "_INBOX_acme")
     await until_served(acme, "acme", 2)
     live = await RawClient(acme).generate(ask(id="live", **LONG), subject=f"{PREFIX}.generate.demo.acme")
     await live.until(3)
-    guarded.system.kill("router")
+    empty.system.kill("router")
     for verb, answer in (("resync", {"found": True}), ("cancel", {"cancelled": True})):
         reply = await until_heard(acme, f"{PREFIX}.{verb}.acme.live.demo", b'{"offset": 0}')
         assert json.loads(reply.data) == answer
     assert (await live.terminal())["finish_reason"] == "cancelled"
-    guarded.check_nothing_was_refused("w-demo", "w-other")
+    empty.check_nothing_was_refused("w-demo", "w-other")
 
 
 async def test_only_an_operator_can_stop_a_request_and_a_worker(guarded: Guarded) -> None:

@@ -1,6 +1,7 @@
 """A simulated broker and its connections: messages are in order on each connection, in any order between connections,
 and may be lost when one breaks."""
 
+import functools
 from collections import deque
 from collections.abc import Callable, Set
 from typing import Protocol
@@ -28,24 +29,26 @@ class Owner(Protocol):
         ...
 
 
+@functools.lru_cache(maxsize=1 << 16)
+def _matches(pattern: str, subject: str) -> bool:
+    mine, tokens = pattern.split("."), subject.split(".")
+    for number, one in enumerate(mine):
+        if one == ">":
+            return number < len(tokens)
+        if number >= len(tokens) or (one != "*" and one != tokens[number]):
+            return False
+    return len(tokens) == len(mine)
+
+
 class Subscription:
     def __init__(self, subject: str, callback: bus.Callback, queue: str) -> None:
         self.subject = subject
-        self.tokens = subject.split(".")
         self.callback = callback
         self.queue = queue
-        self._has_wildcards = not {"*", ">"}.isdisjoint(self.tokens)
 
-    def takes(self, subject: str, tokens: list[str]) -> bool:
-        """Whether it matches a subject, given also as its tokens."""
-        if not self._has_wildcards:
-            return subject == self.subject
-        for number, mine in enumerate(self.tokens):
-            if mine == ">":
-                return number < len(tokens)
-            if number >= len(tokens) or (mine != "*" and mine != tokens[number]):
-                return False
-        return len(tokens) == len(self.tokens)
+    def takes(self, subject: str) -> bool:
+        """Whether it matches a subject."""
+        return _matches(self.subject, subject)
 
 
 class Link:
@@ -196,12 +199,11 @@ class Broker:
         if sender not in self.links:
             return
         message = Msg(_client=None, subject=subject, reply=reply, data=payload, headers=headers)  # type: ignore[arg-type]
-        tokens = subject.split(".")
         queues: dict[tuple[str, str], list[tuple[Link, Subscription]]] = {}
         reached = False
         for link in self.links:
             for subscription in link.subscriptions:
-                if not subscription.takes(subject, tokens):
+                if not subscription.takes(subject):
                     continue
                 reached = True
                 if subscription.queue:
@@ -212,14 +214,14 @@ class Broker:
             link, subscription = self.pick(members)
             link.deliver(subscription, message)
         if self.bridge is not None:
-            reached |= self.bridge.carry(self, message, tokens, {queue for queue, _ in queues})
+            reached |= self.bridge.carry(self, message, {queue for queue, _ in queues})
         if not reached and reply:
             self._notice(sender, reply)
 
-    def take_over(self, message: Msg, tokens: list[str], without: Set[str]) -> None:
+    def take_over(self, message: Msg, without: Set[str]) -> None:
         """Delivers a message that has come from another broker, which has given it to members of some queue groups."""
         queues: dict[tuple[str, str], list[tuple[Link, Subscription]]] = {}
-        for link, subscription in self.takers(message.subject, tokens, without):
+        for link, subscription in self.takers(message.subject, without):
             if subscription.queue:
                 queues.setdefault((subscription.queue, subscription.subject), []).append((link, subscription))
             else:
@@ -228,20 +230,19 @@ class Broker:
             link, subscription = self.pick(members)
             link.deliver(subscription, message)
 
-    def takers(self, subject: str, tokens: list[str], without: Set[str]) -> list[tuple[Link, Subscription]]:
+    def takers(self, subject: str, without: Set[str]) -> list[tuple[Link, Subscription]]:
         """Returns the subscriptions here to a subject, except those of some queue groups."""
         return [
             (link, subscription)
             for link in self.links
             for subscription in link.subscriptions
-            if subscription.takes(subject, tokens) and subscription.queue not in (without or {None})
+            if subscription.takes(subject) and subscription.queue not in (without or {None})
         ]
 
     def _notice(self, sender: Link, reply: str) -> None:
         message = Msg(_client=None, subject=reply, reply="", data=b"", headers={"Status": "503"})  # type: ignore[arg-type]
-        tokens = reply.split(".")
         for subscription in sender.subscriptions:
-            if subscription.takes(reply, tokens):
+            if subscription.takes(reply):
                 sender.deliver(subscription, message)
 
 
@@ -263,11 +264,11 @@ class Bridge:
         self._generation = 0
         self._arrivals = dict.fromkeys(self._brokers, 0.0)
 
-    def carry(self, sender: Broker, message: Msg, tokens: list[str], served: Set[str]) -> bool:
+    def carry(self, sender: Broker, message: Msg, served: Set[str]) -> bool:
         """Takes a message to the other broker; returns whether anybody there seems to want it."""
         here, there = self._brokers
         other = there if sender is here else here
-        if not self.is_up or not other.takers(message.subject, tokens, served):
+        if not self.is_up or not other.takers(message.subject, served):
             return False
         if self.swallows:
             return True
@@ -275,7 +276,7 @@ class Bridge:
         arrives = max(self._arrivals[other], begun + self.latency_s + other.delay())
         self._arrivals[other] = arrives
         generation = self._generation
-        self._world.at(arrives, lambda: self._deliver(generation, arrives, other, message, tokens, served))
+        self._world.at(arrives, lambda: self._deliver(generation, arrives, other, message, served))
         return True
 
     def cut(self, seconds: float) -> None:
@@ -300,13 +301,11 @@ class Bridge:
         if generation == self._generation:
             self.is_up = True
 
-    def _deliver(
-        self, generation: int, due_at: float, other: Broker, message: Msg, tokens: list[str], served: Set[str]
-    ) -> None:
+    def _deliver(self, generation: int, due_at: float, other: Broker, message: Msg, served: Set[str]) -> None:
         if generation != self._generation:
             return
         if self._world.now < self._stands_until:  # it has stopped since this was sent
             again = max(self._stands_until, due_at)
-            self._world.at(again, lambda: self._deliver(generation, again, other, message, tokens, served))
+            self._world.at(again, lambda: self._deliver(generation, again, other, message, served))
             return
-        other.take_over(message, tokens, served)
+        other.take_over(message, served)

@@ -1,6 +1,6 @@
 """Streams outlive routers that are gone and workers that leave, whatever happens to either meanwhile."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 
 import pytest
 
@@ -16,6 +16,11 @@ _chunks = codec.Decoder(messages.Chunk)
 NUM_TOKENS = 60
 """Takes six seconds."""
 Strike = Callable[["System"], None]
+
+
+def tried_in_part(values: Iterable[float], quick: Container[float]) -> list[object]:
+    """Returns parameters of a test, of which `make test` tries `quick` and `make test-long` the others."""
+    return [pytest.param(one, marks=[] if one in quick else pytest.mark.long) for one in values]
 
 
 class System:
@@ -139,7 +144,7 @@ def test_a_stream_outlives_its_router_and_then_its_worker(system: System, lose: 
     assert system.client.heard[asked.inbox].workers == {1: "w0", 2: "w1"}
 
 
-@pytest.mark.parametrize("twentieth", range(20))
+@pytest.mark.parametrize("twentieth", tried_in_part(range(20), quick=range(0, 20, 4)))
 def test_streams_outlive_their_worker_a_second_and_a_half_after_their_router_was_killed_and_started_again(
     system: System, twentieth: int
 ) -> None:
@@ -673,7 +678,7 @@ FAULTS: list[Strike] = [
 ]
 
 
-@pytest.mark.parametrize("later_s", [0.0, 0.003, 0.1, 1.2, 3.1])
+@pytest.mark.parametrize("later_s", tried_in_part([0.0, 0.003, 0.1, 1.2, 3.1], quick=[0.003, 1.2]))
 @pytest.mark.parametrize("strike", FAULTS)
 def test_a_cancel_ends_a_stream_once_whatever_happens_to_its_router_and_its_worker(
     system: System, strike: Strike, later_s: float
@@ -689,7 +694,9 @@ def test_a_cancel_ends_a_stream_once_whatever_happens_to_its_router_and_its_work
 
 
 @pytest.mark.parametrize("has_successor", [False, True])
-@pytest.mark.parametrize("timeout_ms", [1_000.5, 1_003.0, 1_100.0, 2_200.0, 4_000.0])
+@pytest.mark.parametrize(
+    "timeout_ms", tried_in_part([1_000.5, 1_003.0, 1_100.0, 2_200.0, 4_000.0], quick=[1_003.0, 2_200.0])
+)
 @pytest.mark.parametrize("strike", FAULTS)
 def test_a_deadline_ends_a_stream_once_whatever_happens_to_its_router_and_its_worker(
     system: System, strike: Strike, timeout_ms: float, has_successor: bool

@@ -8,6 +8,7 @@ import functools
 import heapq
 import itertools
 import random
+import sys
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
@@ -15,6 +16,8 @@ from importlib import metadata
 from typing import Any
 
 import pytest
+import structlog
+from structlog.testing import LogCapture
 
 _LONGEST_TURNS = 20_000
 """A test fails after this many turns in which no time passes, since something must be looping for ever."""
@@ -172,11 +175,29 @@ class World:
 _entry_points = functools.cache(metadata.entry_points)
 
 
+def _drop(_logger: object, _method: str, _event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+    raise structlog.DropEvent
+
+
+@contextmanager
+def _without_logs() -> Iterator[None]:
+    """Logs nothing, unless in a terminal: to print what all processes log takes a part of the time of a history."""
+    before = structlog.get_config()["processors"]
+    if sys.stdout.isatty() or any(isinstance(one, LogCapture) for one in before):
+        yield
+        return
+    structlog.configure(processors=[_drop])
+    try:
+        yield
+    finally:
+        structlog.configure(processors=before)
+
+
 @contextmanager
 def world(seed: int) -> Iterator[World]:
     """Yields a world whose clock replaces the functions of `time` for all code that runs in it."""
     made = World(seed)
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, _without_logs():
         patch.setattr(time, "monotonic", lambda: made.now)
         patch.setattr(time, "clock_gettime", lambda clock: made.now)
         # each router looks up installed policies, which takes longer than the rest of its start

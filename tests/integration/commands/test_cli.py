@@ -15,7 +15,8 @@ from tests.support.system import command
 from tokenbus import demo
 from tools.demo_model import tool_definitions
 
-pytestmark = pytest.mark.usefixtures("executed")
+as_users_do = pytest.mark.usefixtures("executed")
+"""Python is executed, and not forked."""
 
 
 def tokenbus(url: str, *arguments: str, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
@@ -25,6 +26,7 @@ def tokenbus(url: str, *arguments: str, stdin: str | None = None) -> subprocess.
     )
 
 
+@as_users_do
 def test_generate_prints_the_answer_and_its_end_apart(url: str) -> None:
     done = tokenbus(url, "generate", "--model", "demo", "--temperature", "0", "What is 20 + 22?")
     assert done.returncode == 0
@@ -98,6 +100,7 @@ def test_an_error_is_one_line_and_a_status(url: str) -> None:
     )
 
 
+@as_users_do
 def test_no_broker_is_one_line_that_says_what_to_do() -> None:
     done = tokenbus("nats://127.0.0.1:1", "models")
     assert done.returncode == 1
@@ -114,6 +117,7 @@ def test_models_lists_what_is_served(url: str) -> None:
     assert [served["model"] for served in reply["models"]] == ["demo"]
 
 
+@as_users_do
 def test_ctrl_c_cancels_the_request(url: str) -> None:
     arguments = [
         "generate",
@@ -210,6 +214,7 @@ def test_a_wrong_setting_is_named(tmp_path: Path) -> None:
     assert "--workers" in done.stderr
 
 
+@as_users_do
 def test_chat_keeps_the_conversation_and_starts_over_when_asked(url: str) -> None:
     lines = "What is 20 + 22?\n\n/nonsense\n/new\nWhat is 10 + 3?\n/undo\n"
     done = tokenbus(url, "chat", "--model", "demo", "--temperature", "0", stdin=lines)

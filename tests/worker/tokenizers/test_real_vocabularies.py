@@ -34,9 +34,9 @@ OFFERED = {
 }
 """No bundles are offered for WordPiece and Unigram, which only embedding models use."""
 
-LARGE = {"command-r", "deepseek-llm", "falcon", "llama-bpe", "qwen35"}
-"""Large vocabularies that are merged like others here. How each of them cuts a text, test_tokenizers.py tries on a
-small vocabulary in every run."""
+QUICK = {"bert-bge", "gemma-4", "gpt-2", "llama-spm", "nomic-bert-moe", "phi-3", "qwen2"}
+"""One or two vocabularies of each kind. The others are merged like these, and how each of them cuts a text,
+test_tokenizers.py tries on a small vocabulary in every run."""
 
 _BETWEEN = "\n__ggml_vocab_test__\n"
 
@@ -68,7 +68,7 @@ def test_the_table_names_every_vocabulary_that_there_is(folder: Path) -> None:
         pytest.param(
             *(name, offered),
             id=f"{name}-{'offered' if offered else 'asked'}",
-            marks=[pytest.mark.long] if name in LARGE else [],
+            marks=[pytest.mark.long] if name not in QUICK else [],
         )
         for name, offered in OFFERED.items()
     ],

@@ -40,7 +40,7 @@ async def answers(engine: EngineClient, requests: list[engine_request.EngineRequ
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("flavour", ["gqa", "plain"])
+@pytest.mark.parametrize("flavour", ["plain", pytest.param("gqa", marks=pytest.mark.long)])
 async def test_a_growing_session_and_streams_that_share_it_stay_within_the_plan(
     tmp_path: Path, flavour: Flavour
 ) -> None:
