@@ -3,6 +3,7 @@
 Processes are sampled, since many are killed together with the parents that would have waited for them; what a process
 used after its last sample counts for no file. `python -m tools.durations` knows the exact total."""
 
+import contextlib
 import json
 import os
 import threading
@@ -17,12 +18,14 @@ _INTERVAL_S = 0.1
 
 
 class Descendants:
-    """The CPU time of all processes that this one has started, and that those have."""
+    """The CPU time of this process and of all that it has started, and that those have."""
 
     def __init__(self) -> None:
         self._cpu_s: dict[tuple[int, int], float] = {}
         """By pid and start time, as of the last sample."""
-        self._pids: set[int] = {os.getpid()}
+        self._living: set[int] = set()
+        """Those of the last sample: the children of one that is killed have another parent from then on."""
+        self._measuring_s = 0.0
         self._lock = threading.Lock()
 
     def sample_forever(self) -> None:
@@ -31,26 +34,41 @@ class Descendants:
             self.cpu_s()
 
     def cpu_s(self) -> float:
+        """Returns what all have used, without what it takes to measure that."""
         with self._lock:
-            for pid in os.listdir("/proc"):
-                if pid.isdigit():
-                    try:
-                        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-                    except OSError:  # it has ended meanwhile
-                        continue
-                    if fields:  # empty if it ended between opening and reading
-                        self._note(int(pid), fields)
-            return sum(self._cpu_s.values())
+            began = time.thread_time()
+            pending, living = [os.getpid(), *self._living], set[int]()
+            while pending:
+                pid = pending.pop()
+                if pid not in living and (pid == os.getpid() or self._note(pid)):
+                    living.add(pid)
+                    pending += _children(pid)
+            self._living = living
+            self._measuring_s += time.thread_time() - began
+            return time.process_time() - self._measuring_s + sum(self._cpu_s.values())
 
-    def _note(self, pid: int, fields: list[str]) -> None:
-        one, parent = (pid, int(fields[19])), int(fields[1])
-        if one in self._cpu_s or parent in self._pids:
-            self._pids.add(pid)
-            self._cpu_s[one] = (int(fields[11]) + int(fields[12])) * _TICK_S
+    def _note(self, pid: int) -> bool:
+        """Returns False if the process has ended."""
+        try:
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            return False
+        if not fields:  # it has ended between opening and reading
+            return False
+        self._cpu_s[pid, int(fields[19])] = (int(fields[11]) + int(fields[12])) * _TICK_S
+        return True
+
+
+def _children(pid: int) -> list[int]:
+    found: list[int] = []
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # the thread has ended
+            found += map(int, path.read_text().split())
+    return found
 
 
 class CpuTimes:
-    """Notes the CPU time of each phase of each test in its report."""
+    """Notes the CPU time of each test in its last report."""
 
     def __init__(self) -> None:
         self._descendants: Descendants | None = None
@@ -61,14 +79,15 @@ class CpuTimes:
         if self._descendants is None:  # this is the first test of this process
             self._descendants = Descendants()
             threading.Thread(target=self._descendants.sample_forever, daemon=True).start()
-            self._marked_s = time.process_time()
+            self._marked_s = self._descendants.cpu_s()
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item, call):  # type: ignore[no-untyped-def]
         report = yield
-        assert self._descendants is not None
-        before, self._marked_s = self._marked_s, time.process_time() + self._descendants.cpu_s()
-        report.cpu_s = self._marked_s - before
+        if call.when == "teardown":
+            assert self._descendants is not None
+            before, self._marked_s = self._marked_s, self._descendants.cpu_s()
+            report.cpu_s = self._marked_s - before
         return report
 
 
