@@ -117,10 +117,9 @@ async def test_a_cancelled_one_ends_its_work(served: System) -> None:
             await asyncio.sleep(0.01)
         task.cancel()
         await asyncio.wait([task])
-        began = time.monotonic()
-        while len(set(served.family("worker")) - before) > 1:
-            await asyncio.sleep(0.01)
-            assert time.monotonic() - began < 10
+        async with asyncio.timeout(60):
+            while len(set(served.family("worker")) - before) > 1:
+                await asyncio.sleep(0.01)
         assert (await refused(client, SMALL)).startswith("answered")
 
 
