@@ -148,7 +148,7 @@ async def until_data(prometheus: Prometheus, expressions: list[str]) -> None:
     """Waits until every expression has had at least one value."""
     empty = expressions
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(25):
+        async with asyncio.timeout(60):
             while empty := [expression for expression in empty if not await prometheus.values(expression)]:
                 await asyncio.sleep(0.1)
     assert not empty, "\n".join(empty)
