@@ -61,9 +61,9 @@ class Descendants:
 
 def _children(pid: int) -> list[int]:
     found: list[int] = []
-    for path in Path(f"/proc/{pid}/task").glob("*/children"):
-        with contextlib.suppress(OSError):  # the thread has ended
-            found += map(int, path.read_text().split())
+    with contextlib.suppress(OSError):  # it has ended, or one of its threads
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            found += map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split())
     return found
 
 
