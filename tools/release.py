@@ -171,7 +171,8 @@ def _check_commands(python: Path, version: str, scratch: Path) -> None:
         say(f"  a first answer {time.monotonic() - began_at:.1f} s after `tokenbus up`")
         for asked in (["models"], ["top", "--once"]):
             output(*asked, "--nats", url)
-        say(f"  wire-check: {output('wire-check', '--model', 'demo', '--nats', url).splitlines()[-1]}")
+        checked = output("wire-check", "--model", "demo", "--wait-s", "60", "--nats", url)
+        say(f"  wire-check: {checked.splitlines()[-1]}")
     if list(empty.iterdir()):
         raise CheckError(f"tokenbus leaves files in the current folder: {[one.name for one in empty.iterdir()]}")
 

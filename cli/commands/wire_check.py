@@ -5,10 +5,10 @@ import asyncio
 from functools import partial
 
 from tokenbus.cli.console import connection_flags, session
-from tokenbus.cli.console.arguments import SWITCH, TEXT, text
+from tokenbus.cli.console.arguments import SWITCH, TEXT, real, text
 from tokenbus.cli.console.flags import Parser
 from tokenbus.conformance.probing.assertions import BrokenError, Message
-from tokenbus.conformance.probing.exchange import Exchange
+from tokenbus.conformance.probing.exchange import DEFAULT_WAIT_S, Exchange
 from tokenbus.conformance.probing.link import ProbeLink
 from tokenbus.conformance.probing.probe import Probe, ProbeTarget
 from tokenbus.conformance.probing.report import RuleVerdict, json_line, line, summary
@@ -19,7 +19,8 @@ from tokenbus.protocol.telemetry import logs
 from tokenbus.protocol.wire import errors, subjects
 from tokenbus.protocol.wire.default_model import default_model
 
-_RULE_TIMEOUT_S = 120.0
+_WAITS_OF_A_RULE = 6
+"""A rule may take as long as this many waits for a message."""
 _MODELS_TIMEOUT_S = 2.0
 
 
@@ -28,6 +29,12 @@ def add_flags(parser: Parser) -> None:
     flag.add(session.MODEL)
     flag("--inbox-prefix", text("PREFIX"), "prefix of reply subjects", subjects.DEFAULT_INBOX_PREFIXES[0])
     flag("--only", TEXT, "check only the rules that contain this text", "", unset="all rules")
+    flag(
+        "--wait-s",
+        real(1, 3_600, "SECONDS"),
+        "how long a rule waits for a message; more for a busy system",
+        DEFAULT_WAIT_S,
+    )
     flag("--list", SWITCH, "list the rules without checking them")
     flag("--json", SWITCH, "print one JSON object per rule")
     connection_flags.add_flags(parser)
@@ -51,9 +58,9 @@ async def _check(options: argparse.Namespace, rules: list[Rule]) -> int:
     link = await ProbeLink.open(connection_flags.settings_of(options), options.inbox_prefix)
     try:
         target = await _find(link, names, options)
-        make_probe = partial(Probe, link, names, options.tenant, options.inbox_prefix, target)
+        make_probe = partial(Probe, link, names, options.tenant, options.inbox_prefix, target, options.wait_s)
         outcomes = []
-        async for outcome in run_all(rules, make_probe, _RULE_TIMEOUT_S):
+        async for outcome in run_all(rules, make_probe, _WAITS_OF_A_RULE * options.wait_s):
             print(json_line(outcome) if options.json else line(outcome), flush=True)
             outcomes.append(outcome)
     finally:

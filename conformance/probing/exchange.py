@@ -11,7 +11,7 @@ from tokenbus.conformance.probing.link import Received
 from tokenbus.protocol import tasks
 
 DEFAULT_WAIT_S = 20.0
-"""Shorter than the time limit of a rule, so that the report names the message that did not arrive."""
+"""Without the message that a rule waits for, after which the rule is broken."""
 
 
 def decode(payload: bytes, *, msgpack: bool) -> Message:
@@ -33,8 +33,11 @@ def _refuse_constant(name: str) -> float:
 class Exchange:
     """The messages received on one subject so far."""
 
-    def __init__(self, inbox: str, *, msgpack: bool, request_id: str | None = None) -> None:
+    def __init__(
+        self, inbox: str, *, msgpack: bool, request_id: str | None = None, wait_s: float = DEFAULT_WAIT_S
+    ) -> None:
         self.inbox = inbox
+        self._wait_s = wait_s
         self.request_id = request_id
         """The request's id, if it has one."""
         self.received: list[Received] = []
@@ -84,10 +87,11 @@ class Exchange:
         self.is_ended = self.is_ended or message.get("finish_reason") is not None
 
     async def until(
-        self, holds: Callable[[], bool], what: str, timeout_s: float = DEFAULT_WAIT_S, *, of_silence: bool = False
+        self, holds: Callable[[], bool], what: str, timeout_s: float | None = None, *, of_silence: bool = False
     ) -> None:
         """Waits until a condition holds, at most for a time, which `of_silence` begins anew with each message. Raises
         BrokenError naming what did not arrive in time."""
+        timeout_s = timeout_s or self._wait_s
         try:
             async with asyncio.timeout(timeout_s) as limit:
                 # Clearing before waiting can't lose a message: nothing else runs in between.
@@ -102,7 +106,7 @@ class Exchange:
             after = f"{timeout_s:g} s of silence" if of_silence else f"{timeout_s:g} s"
             raise BrokenError(f"{what} did not arrive within {after}, {self._so_far()}") from None
 
-    async def first(self, what: str, timeout_s: float = DEFAULT_WAIT_S) -> Message:
+    async def first(self, what: str, timeout_s: float | None = None) -> Message:
         """Waits for the first message and returns it."""
         await self.until(lambda: bool(self.received), what, timeout_s)
         return self.messages[0]
@@ -117,7 +121,7 @@ class Exchange:
         """Waits until `count` tokens or the terminal have arrived."""
         await self.until(lambda: self.num_tokens >= count or self.is_ended, f"{count} tokens", of_silence=True)
 
-    async def terminal(self, timeout_s: float = DEFAULT_WAIT_S) -> Message:
+    async def terminal(self, timeout_s: float | None = None) -> Message:
         """Waits for the first terminal and returns it. A slow stream may take as long as its rule."""
         await self.until(lambda: self.is_ended, "a terminal", timeout_s, of_silence=True)
         return next(message for message in self.messages if message.get("finish_reason") is not None)

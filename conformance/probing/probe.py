@@ -11,7 +11,7 @@ from nats.aio.subscription import Subscription
 
 from tokenbus.conformance.probing import schemas
 from tokenbus.conformance.probing.assertions import Message, SkippedError, shorten
-from tokenbus.conformance.probing.exchange import Exchange
+from tokenbus.conformance.probing.exchange import DEFAULT_WAIT_S, Exchange
 from tokenbus.conformance.probing.link import ProbeLink
 from tokenbus.protocol.wire import subjects
 
@@ -40,13 +40,20 @@ class Probe:
     """One rule's own client. Closing it cancels every request it has started."""
 
     def __init__(
-        self, link: ProbeLink, names: subjects.Subjects, tenant: str, inbox_prefix: str, target: ProbeTarget
+        self,
+        link: ProbeLink,
+        names: subjects.Subjects,
+        tenant: str,
+        inbox_prefix: str,
+        target: ProbeTarget,
+        wait_s: float = DEFAULT_WAIT_S,
     ) -> None:
         self.link = link
         self.names = names
         self.tenant = tenant
         self.inbox_prefix = inbox_prefix
         self.target = target
+        self._wait_s = wait_s
         self.used_subjects: set[str] = set()
         """All subjects published or subscribed to, to detect interfering permissions."""
         self._nonce = secrets.token_hex(4)
@@ -145,7 +152,7 @@ class Probe:
 
     async def listen(self, subject: str, *, msgpack: bool, request_id: str | None = None) -> Exchange:
         """Collects the messages on a subject from now on."""
-        exchange = Exchange(subject, msgpack=msgpack, request_id=request_id)
+        exchange = Exchange(subject, msgpack=msgpack, request_id=request_id, wait_s=self._wait_s)
         self.used_subjects.add(subject)
         self._subscriptions[subject] = await self.link.subscribe(subject, exchange.take)
         return exchange

@@ -1,6 +1,7 @@
 # Worker for CPUs: llama.cpp and onnxruntime.
 #   docker build -f deploy/docker/worker.Dockerfile -t tokenbus-worker .
-# It runs on every x86-64 processor. llama.cpp is compiled for that, unless a release's wheel of it lies in deploy/.
+# It runs on every x86-64 processor with SSE4.2, which numpy needs. llama.cpp is compiled for all of them, unless a
+# release's wheel of it lies in deploy/.
 ARG BASE=python:3.11-slim-bookworm
 FROM ${BASE} AS build
 RUN apt-get update && apt-get install -y --no-install-recommends g++ make && rm -rf /var/lib/apt/lists/*

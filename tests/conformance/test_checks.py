@@ -554,8 +554,8 @@ def test_an_exchange_takes_whatever_comes() -> None:
 async def test_a_slow_stream_is_waited_for_until_it_falls_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = [0.0]
     monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: now_s[0])
-    exchange = Exchange("inbox", msgpack=False)
-    waiting = asyncio.create_task(exchange.terminal(timeout_s=20.0))
+    exchange = Exchange("inbox", msgpack=False, wait_s=20.0)
+    waiting = asyncio.create_task(exchange.terminal())
     for offset in range(3):
         await asyncio.sleep(0)
         now_s[0] += 15.0
