@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from functools import partial
 
 import msgspec
-from rich.cells import cell_len
 
-from tokenbus.cli.console import arguments, connection_flags
+from tokenbus.cli.console import arguments, connection_flags, text_table
 from tokenbus.cli.console.arguments import above, whole
 from tokenbus.cli.console.flags import Parser, UsageError
 from tokenbus.cli.console.session import print_error, printable, with_client
@@ -81,8 +80,7 @@ def _json(one: RoutedTrace) -> str:
 def table(found: Sequence[RoutedTrace]) -> str:
     """Returns a table with a line for each request, the latest first, times in local time and seconds."""
     rows = [_HEAD, *(_row(one.trace) for one in found)]
-    widths = [max(map(cell_len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(_line(row, widths) for row in rows)
+    return text_table.text_of(rows, right=range(_NUM_NAMES, len(_HEAD)))
 
 
 def _row(trace: messages.RequestTrace) -> tuple[str, ...]:
@@ -98,10 +96,3 @@ def _row(trace: messages.RequestTrace) -> tuple[str, ...]:
         *(f"{number:,}" for number in (trace.prompt_tokens, trace.cached_tokens, trace.completion_tokens)),
         *("-" if ms is None else f"{ms / 1e3:.2f} s" for ms in (first_ms, trace.total_ms)),
     )
-
-
-def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
-    pads = [" " * (width - cell_len(cell)) for cell, width in zip(cells, widths, strict=True)]
-    names = [cell + pad for cell, pad in zip(cells[:_NUM_NAMES], pads[:_NUM_NAMES], strict=True)]
-    numbers = [pad + cell for cell, pad in zip(cells[_NUM_NAMES:], pads[_NUM_NAMES:], strict=True)]
-    return "  ".join([*names, *numbers])

@@ -8,9 +8,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from rich.cells import cell_len
-
-from tokenbus.cli.console import arguments, connection_flags
+from tokenbus.cli.console import arguments, connection_flags, text_table
 from tokenbus.cli.console.arguments import ArgumentType
 from tokenbus.cli.console.flags import Parser, UsageError
 from tokenbus.cli.console.session import EXIT_INTERRUPTED, print_error, printable
@@ -139,17 +137,10 @@ def table(group_by: tuple[Dimension, ...], rows: Sequence[UsageRow]) -> str:
         cells.append([*names, *_numbers(counts)])
     if len(rows) > 1 and group_by:
         cells.append(["total", *[""] * (len(group_by) - 1), *_numbers(usage.total_of(rows))])
-    widths = [max(map(cell_len, column)) for column in zip(*cells, strict=True)]
-    return "\n".join(_line(line, widths, len(group_by)) for line in cells)
+    return text_table.text_of(cells, right=range(len(group_by), len(cells[0]) - 1))
 
 
 def _numbers(counts: Counts) -> list[str]:
     numbers = (counts.requests, counts.prompt_tokens, counts.cached_tokens, counts.completion_tokens)
     errors = ", ".join(f"{number} {code}" for code, number in sorted(counts.errors.items()))
     return [*(f"{number:,}" for number in numbers), errors]
-
-
-def _line(cells: Sequence[str], widths: Sequence[int], num_names: int) -> str:
-    names = [cell + " " * (width - cell_len(cell)) for cell, width in zip(cells, widths, strict=True)]
-    numbers = [cell.rjust(width) for cell, width in zip(cells, widths, strict=True)]
-    return "  ".join([*names[:num_names], *numbers[num_names:-1], names[-1]]).rstrip()

@@ -2,8 +2,7 @@
 
 from collections.abc import Iterable
 
-from rich.cells import cell_len
-
+from tokenbus.cli.console import text_table
 from tokenbus.cli.console.moments import text_of_moment
 from tokenbus.cli.console.session import printable
 from tokenbus.protocol.access.keys import KeyLimits, KeyRecord
@@ -23,8 +22,7 @@ def table(records: Iterable[KeyRecord], now: float) -> str:
     """Returns a table with a line for each key, by tenant and name."""
     ordered = sorted(records, key=lambda one: (one.tenant, one.name, one.id))
     rows = [_HEAD, *(_row(record, now) for record in ordered)]
-    widths = [max(map(cell_len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(_line(row, widths) for row in rows)
+    return text_table.text_of(rows)
 
 
 def details(record: KeyRecord, now: float) -> str:
@@ -61,12 +59,6 @@ def _row(record: KeyRecord, now: float) -> tuple[str, ...]:
         expires,
         str(record.state_at(now)),
     )
-
-
-def _line(row: Iterable[str], widths: Iterable[int]) -> str:
-    return "  ".join(
-        f"{cell}{' ' * (width - cell_len(cell))}" for cell, width in zip(row, widths, strict=True)
-    ).rstrip()
 
 
 def _models(record: KeyRecord) -> str:

@@ -11,12 +11,13 @@ from collections.abc import AsyncIterator, Callable
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
+from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from tokenbus.gateway.admission.callers import Caller
-from tokenbus.gateway.console.pages import FOREIGN, PRIVATE, check_local
+from tokenbus.gateway.console.access import FOREIGN, PRIVATE, check_local, private_json
 from tokenbus.gateway.http import body
 from tokenbus.gateway.http.http_errors import CANCELLED, OVERLOADED, ApiError, ErrorResponse
 from tokenbus.gateway.serving.endpoint import Services
@@ -40,6 +41,9 @@ _MAX_KEYS_SHOWN = 500
 _OF_CONSOLE = "console"
 """The token of inboxes that are read here, after the tokens of a key."""
 _LINES = "application/x-ndjson"
+_Label = Annotated[str, msgspec.Meta(max_length=200)]
+_Patterns = Annotated[tuple[str, ...], msgspec.Meta(max_length=64)]
+_Priority = Annotated[int, msgspec.Meta(ge=-1_000, le=1_000)]
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=4_096)]
 
 _NOT_HERE = ErrorResponse(
@@ -86,13 +90,26 @@ class NewKeyFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """The body of `POST /console/keys`."""
 
     tenant: str = subjects.DEFAULT_TENANT
-    name: Annotated[str, msgspec.Meta(max_length=200)] = ""
+    name: _Label = ""
     role: Role = Role.USER
-    models: Annotated[tuple[str, ...], msgspec.Meta(max_length=64)] = ("*",)
+    models: _Patterns = ("*",)
     limits: KeyLimits = KeyLimits()
-    max_priority: Annotated[int, msgspec.Meta(ge=-1_000, le=1_000)] = 0
+    max_priority: _Priority = 0
     not_before: Moment = 0.0
     expires_at: Moment | None = None
+
+
+class KeyChange(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The body of `POST /console/keys/ID/change`: what is to change. The other fields stay."""
+
+    name: _Label | UnsetType = UNSET
+    role: Role | UnsetType = UNSET
+    models: _Patterns | UnsetType = UNSET
+    limits: KeyLimits | UnsetType = UNSET
+    """All of them."""
+    max_priority: _Priority | UnsetType = UNSET
+    not_before: Moment | UnsetType = UNSET
+    expires_at: Moment | Literal["never"] | UnsetType = UNSET
 
 
 class KeyRotation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -108,6 +125,7 @@ class KeyRevocation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 _commands = codec.Decoder(WorkersCommand, free_form=frozenset(("settings",)))
 _new_keys = codec.Decoder(NewKeyFields)
+_changes = codec.Decoder(KeyChange)
 _rotations = codec.Decoder(KeyRotation)
 _revocations = codec.Decoder(KeyRevocation)
 
@@ -138,6 +156,7 @@ class ConsoleActs:
             Route("/console/control", self.control, methods=["POST"]),
             Route("/console/keys", self.list_keys, methods=["GET"]),
             Route("/console/keys", self.create_key, methods=["POST"]),
+            Route("/console/keys/{id}/change", self.change_key, methods=["POST"]),
             Route("/console/keys/{id}/rotate", self.rotate_key, methods=["POST"]),
             Route("/console/keys/{id}/revoke", self.revoke_key, methods=["POST"]),
         ]
@@ -170,7 +189,7 @@ class ConsoleActs:
             loaded = await store.load()
         found = [one for one in loaded.records.values() if wanted in f"{one.id} {one.name} {one.tenant}".lower()]
         found.sort(key=lambda one: (one.revoked_at is not None, one.tenant, one.name, one.id))
-        return _json(
+        return private_json(
             {
                 "data": [one.shown(now) for one in found[:_MAX_KEYS_SHOWN]],
                 "total": len(found),
@@ -183,10 +202,9 @@ class ConsoleActs:
         caller, store = await self._operator(request), self._keys()
         asked = await self._read(request, _new_keys)
         now = time.time()
+        _check_label(asked.name)
         if asked.expires_at is not None and asked.expires_at <= max(now, asked.not_before):
             raise errors.invalid_field("expires_at", "must be in the future, and later than not_before")
-        if not asked.name.isprintable():
-            raise errors.invalid_field("name", "must be printable characters")
 
         new, fields = keys.new_key(), {name: getattr(asked, name) for name in asked.__struct_fields__}
         with _explained():
@@ -194,6 +212,32 @@ class ConsoleActs:
             await key_changes.add(store, record)
         warning = await self._note(caller, "create", record, **key_audit.facts_of(record))
         return _changed(record, warning, new.text, 201)
+
+    async def change_key(self, request: Request) -> Response:
+        """Serves `POST /console/keys/ID/change`: changes what a key may do. Its secret stays."""
+        caller, store = await self._operator(request), self._keys()
+        asked = await self._read(request, _changes)
+        given = {name: getattr(asked, name) for name in asked.__struct_fields__}
+        fields = {name: value for name, value in given.items() if value is not UNSET}
+        _check_label(fields.get("name", ""))
+        if asked.expires_at == "never":
+            fields["expires_at"] = None
+        limits = fields.pop("limits", None)
+        new_limits = msgspec.structs.asdict(limits) if limits is not None else {}
+        if not fields and not new_limits:
+            raise errors.request_error(errors.Code.INVALID_REQUEST, "nothing is to change")
+
+        now, befores = time.time(), []
+
+        def edit(before: KeyRecord) -> KeyRecord:
+            befores.append(before)
+            return key_changes.changed(before, fields, new_limits, now)
+
+        with _explained():
+            record = await key_changes.change(store, _key_id(request), edit)
+        changes = key_changes.differences(befores[-1], record)
+        warning = await self._note(caller, "change", record, changed=tuple(changes), **changes) if changes else ""
+        return _changed(record, warning)
 
     async def rotate_key(self, request: Request) -> Response:
         """Serves `POST /console/keys/ID/rotate`: gives a key a new secret, which is in this answer alone."""
@@ -296,6 +340,11 @@ def _check_origin(request: Request) -> None:
         raise ApiError(FOREIGN)
 
 
+def _check_label(name: str) -> None:
+    if not name.isprintable():
+        raise errors.invalid_field("name", "must be printable characters")
+
+
 def _check_address(address: WorkerAddress, path: str) -> None:
     """Raises RequestError for names that no worker has."""
     for name in address:
@@ -314,11 +363,7 @@ def _key_id(request: Request) -> str:
 
 def _changed(record: KeyRecord, warning: str, secret: str = "", status: int = 200) -> Response:
     told = record.shown(time.time()) | {"warning": warning}
-    return _json(told | ({"key": secret} if secret else {}), status)
-
-
-def _json(value: object, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(value), status, PRIVATE, media_type="application/json")
+    return private_json(told | ({"key": secret} if secret else {}), status)
 
 
 def _unknown(problem: str) -> ErrorResponse:

@@ -7,7 +7,6 @@ from elsewhere whose name leads here must not read it."""
 import functools
 import hashlib
 import importlib.resources
-import ipaddress
 from collections.abc import Callable
 
 import msgspec
@@ -16,6 +15,7 @@ from starlette.responses import RedirectResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from tokenbus.gateway.admission.callers import Caller
+from tokenbus.gateway.console.access import FOREIGN, HEADERS, PRIVATE, check_local, private_json
 from tokenbus.gateway.console.requests import RequestPages
 from tokenbus.gateway.console.viewers import ConsoleViewers
 from tokenbus.gateway.http.http_errors import ApiError, ErrorResponse
@@ -44,30 +44,13 @@ FILES = {
     )
 }
 """The files of the page, by their paths below `/console/`."""
-_HEADERS = {
+_FILE_HEADERS = HEADERS | {
     "content-security-policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'; "
         "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     ),
-    "cache-control": "no-cache",
-    "x-content-type-options": "nosniff",
-    "referrer-policy": "no-referrer",
-    "cross-origin-resource-policy": "same-origin",
 }
-PRIVATE = {name: value for name, value in _HEADERS.items() if name != "content-security-policy"} | {
-    "cache-control": "no-store"
-}
-"""Headers of what only one viewer may see."""
-_LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
-_OF_PROXIES = ("x-forwarded-for", "x-forwarded-host", "x-real-ip", "forwarded", "via")
 _OWN_SITES = ("same-origin", "none")
-FOREIGN = ErrorResponse(403, "forbidden", "a page of another origin may not use the console")
-_NOT_LOCAL = ErrorResponse(
-    403,
-    "forbidden",
-    "without API keys the console shows the fleet only on this machine, under localhost: start the gateway with --keys "
-    "(docs/keys.md) or TOKENBUS_API_KEYS, or reach it through a tunnel to its port",
-)
 
 
 class Viewer(msgspec.Struct, frozen=True, kw_only=True):
@@ -118,7 +101,7 @@ class ConsolePages:
         if name not in FILES:
             raise ApiError(ErrorResponse(404, "not_found", f"the console has no file {name[:100]!r}"))
         content, digest = _content(name)
-        headers = {**_HEADERS, "etag": f'"{digest}"'}
+        headers = {**_FILE_HEADERS, "etag": f'"{digest}"'}
         if request.headers.get("if-none-match") == headers["etag"]:
             return Response(status_code=304, headers=headers)
         return Response(content, media_type=FILES[name][1], headers=headers)
@@ -141,7 +124,7 @@ class ConsolePages:
                 "usage",
             ),
         )
-        return Response(msgspec.json.encode(viewer), media_type="application/json", headers=PRIVATE)
+        return private_json(viewer)
 
     async def stream(self, request: Request) -> Response:
         """Serves `GET /console/stream`: the events of the fleet. Raises ApiError for those who may not see them."""
@@ -170,19 +153,6 @@ class ConsolePages:
         except ApiError:
             return False
         return True
-
-
-def check_local(request: Request) -> None:
-    """Raises ApiError for a request that does not come from a browser on this machine, under its loopback name."""
-    host = request.headers.get("host", "").lower()
-    name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
-    address = request.client.host if request.client else ""
-    try:
-        is_local = ipaddress.ip_address(address).is_loopback
-    except ValueError:
-        is_local = False
-    if not is_local or name not in _LOOPBACK_NAMES or any(one in request.headers for one in _OF_PROXIES):
-        raise ApiError(_NOT_LOCAL)
 
 
 @functools.cache

@@ -14,12 +14,12 @@ from tokenbus.client.wire.trace_reader import RoutedTrace, Traces, bare_id
 from tokenbus.client.wire.trace_story import TraceSpan
 from tokenbus.gateway.admission.callers import Caller
 from tokenbus.gateway.admission.tenants import Tenants
+from tokenbus.gateway.console.access import private_json
 from tokenbus.gateway.http.http_errors import ApiError, ErrorResponse
 from tokenbus.protocol.access.keys import Role
 from tokenbus.protocol.wire import messages, subjects
 from tokenbus.protocol.wire.traces import MAX_TRACES, first_token_ms
 
-_HEADERS = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
 _DEFAULT_LIMIT = 50
 
 
@@ -90,7 +90,7 @@ class RequestPages:
         tenant, found = await self._ask(request, asked)
         shown = [_row(one) for one in found.requests]
         body = ShownRequests(tenant=tenant, requests=shown, truncated=found.truncated, routers=found.router_ids)
-        return _json(body)
+        return private_json(body)
 
     async def one(self, request: Request) -> Response:
         """Serves `GET /console/requests/{id}`: how one request went. Raises ApiError and RequestError."""
@@ -110,7 +110,7 @@ class RequestPages:
             story=trace_story.story(trace, router_id),
             spans=trace_story.spans(trace),
         )
-        return _json(body)
+        return private_json(body)
 
     async def _ask(self, request: Request, asked: messages.TraceRequest) -> tuple[str, Traces]:
         caller = await self._identify(request)
@@ -162,7 +162,3 @@ def _unknown(request_id: str) -> ApiError:
         "until it is restarted"
     )
     return ApiError(ErrorResponse(404, "not_found", problem, "id"))
-
-
-def _json(body: msgspec.Struct) -> Response:
-    return Response(msgspec.json.encode(body), media_type="application/json", headers=_HEADERS)

@@ -102,7 +102,7 @@ async def test_a_model_is_loaded_unloaded_and_drained_through_the_page(page: Any
     await sees(page, "operate", "drain: done by 1 worker")
 
 
-async def test_a_key_is_made_and_revoked_through_the_page_and_its_secret_is_nowhere_else(
+async def test_a_key_is_made_changed_and_revoked_through_the_page_and_its_secret_is_nowhere_else(
     page: Any, fleet: dict[str, Any]
 ) -> None:
     await page.get_by_role("link", name="Keys").click()
@@ -123,6 +123,11 @@ async def test_a_key_is_made_and_revoked_through_the_page_and_its_secret_is_nowh
     )
     url = f"{fleet['http'].removesuffix('/v1')}/console/me"
     assert httpx2.get(url, headers={"x-api-key": secret}).status_code == 200
+    await page.get_by_role("button", name=f"Change {key_id}").click()
+    await check_accessibility(page)
+    await dialog.get_by_label("Open requests").fill("7")
+    await dialog.get_by_role("button", name="Change").click()
+    await sees(page, "keys", "7 Open requests")
     await check_accessibility(page)
     await page.get_by_role("button", name=f"Revoke {key_id}").click()
     assert _HOSTILE in await dialog.inner_text()
@@ -132,7 +137,7 @@ async def test_a_key_is_made_and_revoked_through_the_page_and_its_secret_is_nowh
     await page.get_by_role("button", name=f"Revoke {key_id}").wait_for(state="detached")
     assert httpx2.get(url, headers={"x-api-key": secret}).status_code == 401
     actor = keys.id_of(fleet["key"])
-    assert (await recorded(fleet, "key"))[-2:] == [("create", actor), ("revoke", actor)]
+    assert (await recorded(fleet, "key"))[-3:] == [("create", actor), ("change", actor), ("revoke", actor)]
 
 
 async def test_usage_is_shown_by_day_and_downloaded(page: Any, fleet: dict[str, Any], tmp_path: Path) -> None:

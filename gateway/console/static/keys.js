@@ -1,4 +1,4 @@
-// Keys of the fleet: list, create, rotate, revoke. A secret is shown once, and forgotten when its dialog closes.
+// Keys of the fleet: list, create, change, rotate, revoke. A secret is shown once, and forgotten when its dialog closes.
 
 import {askFirst, element, labelled, make, number, plural, setText, table} from "./dom.js";
 import {ask, me} from "./session.js";
@@ -62,36 +62,68 @@ function rowOf(key) {
   const limits = LIMITS.filter(([name]) => key.limits[name]).map(([name, title]) => `${number(key.limits[name])} ${title}`);
   const act = (title, handler, style = null) => make("button", {type: "button", class: style,
     "aria-label": `${title.replace("…", "")} ${key.id}`, on: {click: () => handler(key)}}, title);
-  const acts = key.state === "revoked" ? [] : [act("Rotate…", rotate), " ", act("Revoke…", revoke, "danger")];
+  const acts = key.state === "revoked" ? [] : [act("Change…", edit), " ", act("Rotate…", rotate), " ", act("Revoke…", revoke, "danger")];
   const cells = [key.id, key.tenant, key.name, key.role, key.models.join(", "), limits.join(", ") || "none",
     day(key.expires_at), key.state];
   return make("tr", {class: key.state === "valid" ? null : "ended"}, ...cells.map((text) => make("td", {}, text)),
     make("td", {}, ...acts));
 }
 
+const text = (name, attributes = {}) => make("input", {name, autocomplete: "off", spellcheck: "false", ...attributes});
+
+/** Makes the fields of what a key may do, filled in as `key` has them. */
+function fieldsOf(key) {
+  return [
+    labelled("Name", text("name", {maxlength: 200, value: key.name})),
+    labelled("Role", make("select", {name: "role"}, ...["user", "viewer", "operator"].map((role) =>
+      make("option", {value: role, selected: role === key.role}, role)))),
+    labelled("Models, or patterns such as chat-*", text("models", {placeholder: "all", value: modelsOf(key)})),
+    labelled("Expires", text("expires", {type: "date", value: key.expires_at ? day(key.expires_at).slice(0, 10) : ""})),
+    labelled("Least priority value of its requests",
+      text("priority", {type: "number", min: -1000, max: 1000, value: key.max_priority})),
+    ...LIMITS.map(([name, title]) => labelled(title, text(name,
+      {type: "number", min: 0, placeholder: "none", value: key.limits[name] || ""}))),
+  ];
+}
+
+const modelsOf = (key) => (key.models.join() === "*" ? "" : key.models.join(", "));
+
+/** Reads what `fieldsOf` made. */
+function bodyOf(answer) {
+  return {
+    name: answer.name,
+    role: answer.role,
+    models: words(answer.models).length ? words(answer.models) : ["*"],
+    expires_at: answer.expires ? Date.parse(`${answer.expires}T00:00:00Z`) / 1000 : null,
+    max_priority: Number(answer.priority) || 0,
+    limits: Object.fromEntries(LIMITS.map(([name]) => [name, Number(answer[name]) || 0])),
+  };
+}
+
 async function create() {
-  const text = (name, attributes = {}) => make("input", {name, autocomplete: "off", spellcheck: "false", ...attributes});
-  const count = (name) => text(name, {type: "number", min: 0, placeholder: "none"});
-  const answer = await askFirst({
-    title: "New key",
-    fields: [
-      labelled("Tenant", text("tenant", {required: true, value: me.tenant})),
-      labelled("Name", text("name", {maxlength: 200})),
-      labelled("Role", make("select", {name: "role"}, ...["user", "viewer", "operator"].map((role) =>
-        make("option", {value: role}, role)))),
-      labelled("Models, or patterns such as chat-*", text("models", {placeholder: "all"})),
-      labelled("Expires", text("expires", {type: "date"})),
-      labelled("Least priority value of its requests", text("priority", {type: "number", min: -1000, max: 1000, value: 0})),
-      ...LIMITS.map(([name, title]) => labelled(title, count(name))),
-    ],
-    action: "Create",
-  });
+  const fresh = {name: "", role: "user", models: ["*"], expires_at: null, max_priority: 0, limits: {}};
+  const tenant = labelled("Tenant", text("tenant", {required: true, value: me.tenant}));
+  const answer = await askFirst({title: "New key", fields: [tenant, ...fieldsOf(fresh)], action: "Create"});
+  if (answer) await change("keys", {tenant: answer.tenant, ...bodyOf(answer)});
+}
+
+/** Changes a key in what differs from what the form showed, so that what others change meanwhile stays. */
+async function edit(key) {
+  const fields = fieldsOf(key);
+  const before = bodyOf(valuesOf(fields));
+  const lines = [`Key ${nameOf(key)}. It holds for requests from now on; the secret stays.`];
+  if (key.id === me.key_id) lines.push("This is your own key.");
+  const answer = await askFirst({title: `Change ${key.id}`, lines, fields, action: "Change"});
   if (!answer) return;
-  const body = {tenant: answer.tenant, name: answer.name, role: answer.role, max_priority: Number(answer.priority) || 0,
-    limits: Object.fromEntries(LIMITS.map(([name]) => [name, Number(answer[name]) || 0]))};
-  if (words(answer.models).length) body.models = words(answer.models);
-  if (answer.expires) body.expires_at = Date.parse(`${answer.expires}T00:00:00Z`) / 1000;
-  await change("keys", body);
+  const after = bodyOf(answer);
+  const differs = (name) => JSON.stringify(after[name]) !== JSON.stringify(before[name]);
+  const body = Object.fromEntries(Object.keys(after).filter(differs)
+    .map((name) => [name, name === "expires_at" ? after[name] ?? "never" : after[name]]));
+  if (Object.keys(body).length) await change(`keys/${key.id}/change`, body);
+}
+
+function valuesOf(fields) {
+  return Object.fromEntries(fields.map((field) => field.querySelector("input, select")).map((one) => [one.name, one.value]));
 }
 
 async function rotate(key) {

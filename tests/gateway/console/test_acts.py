@@ -106,7 +106,7 @@ async def test_an_operator_loads_and_unloads_a_model_on_demand_and_is_named_in_t
     assert {(one.tenant, one.actor) for one in done} == {("default", keys.id_of(operator.key))}
 
 
-async def test_a_key_is_made_shown_once_rotated_and_revoked_by_whom_the_audit_log_names(
+async def test_a_key_is_made_shown_once_changed_rotated_and_revoked_by_whom_the_audit_log_names(
     fleet: dict[str, Any], operator: Console
 ) -> None:
     made = operator.new_key(tenant="acme", name="app", models=["chat-*"], limits={"concurrency": 3}, max_priority=2)
@@ -117,15 +117,22 @@ async def test_a_key_is_made_shown_once_rotated_and_revoked_by_whom_the_audit_lo
     assert listed.headers["cache-control"] == "no-store"
     assert made["key"] not in listed.text
     assert "hash" not in listed.json()["data"][0]
+    change = f"keys/{made['id']}/change"
+    changed = operator.post(
+        change, {"models": ["chat-a"], "limits": {"concurrency": 3, "max_tokens": 9}, "expires_at": "never"}
+    ).json()
+    assert (changed["models"], changed["limits"]["max_tokens"], changed["limits"]["concurrency"]) == (["chat-a"], 9, 3)
+    assert changed["name"] == "app"
+    assert "key" not in changed
     rotated = operator.post(f"keys/{made['id']}/rotate", {"grace_s": 60}).json()
     assert [Console(fleet, one["key"]).get("me").status_code for one in (made, rotated)] == [200, 200]
     assert operator.post(f"keys/{made['id']}/revoke", {}).json()["state"] == "revoked"
     async with asyncio.timeout(10):
         while Console(fleet, rotated["key"]).get("me").status_code != 401:
             await asyncio.sleep(0.02)
-    done = await records(fleet, "key", 3)
+    done = await records(fleet, "key", 4)
     mine = [one for one in done if one.fields["key_id"] == made["id"]]
-    assert [one.what for one in mine] == ["create", "rotate", "revoke"]
+    assert [one.what for one in mine] == ["create", "change", "rotate", "revoke"]
     assert {one.actor for one in mine} == {keys.id_of(operator.key)}
 
 
@@ -147,7 +154,7 @@ def test_only_operators_act(fleet: dict[str, Any], operator: Console, role: str)
 
 
 def test_what_is_asked_is_checked(operator: Console) -> None:
-    wrong: list[tuple[str, dict[str, Any], str]] = [
+    wrong: list[tuple[str, dict[str, Any], str | None]] = [
         ("control", {"op": "stop", "workers": [["one", "a"]]}, "op"),
         ("control", {"op": "drain", "workers": []}, "workers"),
         ("control", {"op": "drain", "workers": [["one", ""]]}, "workers[0]"),
@@ -156,6 +163,12 @@ def test_what_is_asked_is_checked(operator: Console) -> None:
         ("keys", {"expires_at": 1}, "expires_at"),
         ("keys", {"limits": {"concurrency": -1}}, "limits.concurrency"),
         (f"keys/{keys.id_of(operator.key)}/rotate", {"grace_s": -1}, "grace_s"),
+        (f"keys/{keys.id_of(operator.key)}/change", {}, None),
+        (f"keys/{keys.id_of(operator.key)}/change", {"tenant": "other"}, "tenant"),
+        (f"keys/{keys.id_of(operator.key)}/change", {"limits": {"speed": 1}}, "limits.speed"),
+        (f"keys/{keys.id_of(operator.key)}/change", {"limits": {"max_tokens": -1}}, "limits.max_tokens"),
+        (f"keys/{keys.id_of(operator.key)}/change", {"expires_at": "soon"}, "expires_at"),
+        (f"keys/{keys.id_of(operator.key)}/change", {"name": "a\nb"}, "name"),
     ]
     for path, body, param in wrong:
         answered = operator.post(path, body)
