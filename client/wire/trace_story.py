@@ -8,13 +8,16 @@ from tokenbus.protocol.wire.traces import first_token_ms
 
 _NOTEWORTHY_MS = 1.0
 """Waits below this are not worth a sentence."""
+_MISJUDGED, _MISJUDGED_MS = 2.0, 1_000.0
+"""A wait at a worker was misjudged if it was this many times as long as expected, and this long."""
 
 
 class TraceSpan(NamedTuple):
     """A stretch of a request's time, in ms since its receipt."""
 
     kind: str
-    """`tokenize`, `held`, `queue`, `accept`, `worker_queue`, `prefill`, `decode`, `refused` or `gap`."""
+    """`tokenize`, `held`, `queue`, `accept`, `worker_queue`, `prefill`, `decode`, `refused` or `gap`; `starting` as
+    long as it isn't known how much of the time at a worker was which of the two before the first token."""
     where: str
     """The worker; empty for a router."""
     begin_ms: float
@@ -42,7 +45,7 @@ def spans(trace: messages.RequestTrace) -> list[TraceSpan]:
             found.append(TraceSpan("worker_queue", attempt.worker_id, began_ms, started_ms))
             found.append(TraceSpan("prefill", attempt.worker_id, started_ms, min(end_ms, first_ms)))
             began_ms = min(end_ms, first_ms)
-        kind = "decode" if trace.completion_tokens or attempt.tokens else "worker_queue"
+        kind = "decode" if trace.completion_tokens or attempt.tokens else "starting"
         found.append(TraceSpan(kind, attempt.worker_id, began_ms, end_ms))
         if following is not None and attempt.left_ms is not None:
             found.append(TraceSpan("gap", "", end_ms, following))
@@ -80,7 +83,7 @@ def _of_router(trace: messages.RequestTrace, router_id: str) -> Iterator[str]:
     if trace.tokenize_ms >= _NOTEWORTHY_MS:
         waits.append(f"{_time(trace.tokenize_ms)} until its prompt was tokenized")
     if trace.queue_ms >= _NOTEWORTHY_MS:
-        waits.append(f"{_time(trace.queue_ms)} because every worker was busy")
+        waits.append(f"{_time(trace.queue_ms)} until a worker had a place and memory for it")
     if waits:
         yield f"In router {router_id} it waited {_listed(waits)}."
     elif not trace.adopted:
@@ -156,6 +159,9 @@ def _of_tokens(trace: messages.RequestTrace) -> Iterator[str]:
             cached += f", {trace.fetched_tokens:,} of them fetched from another worker in {_time(trace.fetch_ms)}"
         yield f"{cached}; computing the others took {_time(trace.prefill_ms)}."
         wait = f"it waited {_time(trace.worker_queue_ms)} for its turn at the worker"
+        expected_ms = next((one.wait_ms for one in trace.attempts if one.accepted_ms is not None), 0.0)
+        if trace.worker_queue_ms > max(_MISJUDGED_MS, _MISJUDGED * expected_ms):
+            wait += ", longer than was expected"
         if trace.worker_queue_ms < _NOTEWORTHY_MS:
             wait = "it did not wait at the worker"
         yield f"The first token came {_time(first_token_ms(trace) or 0.0)} after the request; {wait}."

@@ -49,6 +49,8 @@ class WorkerSheet(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """The same as in its card."""
     since_ms: int = 0
     """Unix time in ms at which its frontend started, or last fenced itself."""
+    kv_block_bytes: int = 0
+    """Bytes of a KV block; 0 if it does not say."""
 
 
 class WorkerNumbers(msgspec.Struct, frozen=True, array_like=True):

@@ -143,6 +143,7 @@ def _sheet(number: int, worker: Worker) -> messages.WorkerSheet:
         role=card.role,
         site=card.site,
         since_ms=subjects.epoch_sort_key(card.epoch)[0],
+        kv_block_bytes=card.kv_token_bytes * (card.kv_block_size or 0),
     )
 
 

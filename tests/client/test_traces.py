@@ -91,7 +91,7 @@ async def test_routers_that_do_not_answer_are_told_of(monkeypatch: pytest.Monkey
 
 def test_the_story_says_why_it_waited_which_worker_it_had_and_where_it_continued() -> None:
     assert trace_story.story(SURVIVOR, "one") == [
-        "In router one it waited 1.5 s because every worker was busy.",
+        "In router one it waited 1.5 s until a worker had a place and memory for it.",
         "w1 was chosen by the policy kv, among 3 workers: it held 64 of the prompt's 80 tokens (no other held more) "
         "and w1 was free.",
         "w1 was last heard of after 4.0 s, and counted as lost after 6.0 s.",

@@ -81,7 +81,7 @@ function login(problem) {
 
 function show(text, isBad) {
   setText($("status"), text);
-  $("status").className = isBad ? "bad" : "";
+  $("status").className = isBad ? "bad" : text === "live" ? "live" : "";
 }
 
 onRefusal((error) => {
@@ -96,11 +96,19 @@ $("login").addEventListener("submit", (event) => {
   start(key);
 });
 $("leave").addEventListener("click", () => location.reload()); // no part of the page remembers anything then
-$("theme").addEventListener("click", () => {
+
+function otherTheme() {
   const isDark = matchMedia("(prefers-color-scheme: dark)").matches;
-  const theme = document.documentElement.dataset.theme || (isDark ? "dark" : "light");
-  document.documentElement.dataset.theme = theme === "dark" ? "light" : "dark";
+  return (document.documentElement.dataset.theme || (isDark ? "dark" : "light")) === "dark" ? "light" : "dark";
+}
+
+const drawTheme = () => setText($("theme"), otherTheme() === "dark" ? "Dark" : "Light");
+$("theme").addEventListener("click", () => {
+  document.documentElement.dataset.theme = otherTheme();
+  drawTheme();
 });
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawTheme);
+drawTheme();
 addEventListener("hashchange", route);
 addEventListener("pageshow", (event) => {
   if (event.persisted) location.reload(); // a browser that kept the page for its Back button kept the key as well

@@ -9,47 +9,88 @@ const SLOW = 1.5; // times the median of the model's workers
 
 let slowAt = new Map(); // milliseconds a token from which a worker of a model is slow
 let selected = null;
+let wanted = null; // tells whether a worker is the one that the address names, until it is found
 let sorting = {column: "worker_id", isDown: false};
 let rows = [];
 
+// `help` is on the column's title, and in the list of what the columns mean
 const COLUMNS = [
-  {id: "worker_id", title: "Worker", text: (worker) => worker.worker_id},
-  {id: "model", title: "Model", text: (worker) => worker.model},
-  {id: "state", title: "State", text: (worker) => worker.state, style: (worker) => worker.state},
+  {id: "worker_id", title: "Worker", text: (worker) => worker.worker_id, help: "The worker's name."},
+  {id: "model", title: "Model", text: (worker) => worker.model, help: "The name that requests give."},
+  {id: "state", title: "State", text: (worker) => worker.state, style: (worker) => worker.state,
+    help: "Ready takes requests. Silent has not been heard of for some seconds, ejected has failed too often of late, and "
+      + "loadable loads its model when a request comes."},
   {id: "running", title: "Running", isNumber: true, text: (worker) => `${worker.running}/${worker.max_running}`,
-    share: (worker) => share(worker.running, worker.max_running)},
-  {id: "waiting", title: "Waiting", isNumber: true, text: (worker) => number(worker.waiting + worker.booked),
-    value: (worker) => worker.waiting + worker.booked},
-  {id: "queued_prefill_tokens", title: "Prompt tokens left", isNumber: true,
-    text: (worker) => number(worker.queued_prefill_tokens)},
-  {id: "tokens_per_s", title: "Tokens/s", isNumber: true, text: (worker) => number(worker.tokens_per_s)},
+    share: (worker) => share(worker.running, worker.max_running), help: "Streams, and how many it could run if its memory "
+      + "were enough."},
+  {id: "waiting", title: "Waiting", isNumber: true,
+    text: (worker) => number(worker.waiting + worker.booked) + (waitsFor(worker) ? `, ${waitsFor(worker)}` : ""),
+    value: (worker) => worker.waiting + worker.booked,
+    help: "Requests that it has and that do not run yet: for memory, if its KV cache is promised to others; for a place, if "
+      + "it runs as many as it can."},
+  {id: "tokens_per_s", title: "Tokens/s", isNumber: true, text: (worker) => number(worker.tokens_per_s),
+    help: "Tokens generated a second, all streams together."},
   {id: "token_ms", title: "ms a token", isNumber: true,
     text: (worker) => (worker.token_ms ? worker.token_ms.toFixed(1) : "–") + (isSlow(worker) ? " slow" : ""),
-    style: (worker) => (isSlow(worker) ? "slow" : "")},
-  {id: "step_age_ms", title: "Step age ms", isNumber: true, text: (worker) => number(worker.step_age_ms)},
+    style: (worker) => (isSlow(worker) ? "slow" : ""),
+    help: "From one token of a stream to the next, at the worker's best: beside prompts it takes longer. Slow is more than "
+      + "half again as long as the median of its model's workers."},
   {id: "used_blocks", title: "KV used", isNumber: true,
-    text: (worker) => percent(share(worker.used_blocks, worker.total_blocks)),
+    text: (worker) => percent(share(worker.used_blocks, worker.total_blocks)) + (isFull(worker) ? " full" : ""),
     value: (worker) => share(worker.used_blocks, worker.total_blocks),
-    share: (worker) => share(worker.used_blocks, worker.total_blocks)},
+    share: (worker) => share(worker.used_blocks, worker.total_blocks), style: (worker) => (isFull(worker) ? "full" : ""),
+    help: "Share of its memory for keys and values that its requests hold. Full: with what they are expected to need, there "
+      + "is no room for another."},
   {id: "cached_blocks", title: "KV cached", isNumber: true,
     text: (worker) => percent(share(worker.cached_blocks, worker.total_blocks)),
-    value: (worker) => share(worker.cached_blocks, worker.total_blocks)},
-  {id: "host_blocks", title: "In host memory", isNumber: true, text: (worker) => number(worker.host_blocks)},
-  {id: "hit_rate", title: "Hits", isNumber: true, text: (worker) => percent(worker.hit_rate)},
+    value: (worker) => share(worker.cached_blocks, worker.total_blocks),
+    help: "Share of that memory that holds the beginnings of earlier prompts. It is free for others when they need it."},
   {id: "memory", title: "Memory", isNumber: true,
     text: (worker) => (worker.memory ? mib(worker.memory.front_mib + worker.memory.engine_mib) : "–"),
-    value: (worker) => (worker.memory ? worker.memory.front_mib + worker.memory.engine_mib : 0)},
-  {id: "role", title: "Role", text: (worker) => worker.role},
-  {id: "site", title: "Site", text: (worker) => worker.site},
-  {id: "host", title: "Host", text: (worker) => worker.host},
+    value: (worker) => (worker.memory ? worker.memory.front_mib + worker.memory.engine_mib : 0),
+    help: "Resident memory of its processes: weights, KV on a CPU, host copies in use, and the rest."},
+  {id: "hit_rate", title: "Hits", isNumber: true, text: (worker) => percent(worker.hit_rate),
+    help: "Share of all prompt tokens that were cached, since its engine started."},
+  {id: "queued_prefill_tokens", title: "Prompt tokens left", isNumber: true,
+    text: (worker) => number(worker.queued_prefill_tokens), help: "Tokens of prompts that it has and has not computed yet."},
+  {id: "host_blocks", title: "Host copies", isNumber: true, text: (worker) => blocksText(worker, worker.host_blocks),
+    value: (worker) => worker.host_blocks * (worker.kv_block_bytes || 1),
+    help: "KV blocks that were evicted and are kept in the machine's memory, to be copied back."},
+  {id: "step_age_ms", title: "Step age ms", isNumber: true, text: (worker) => number(worker.step_age_ms),
+    help: "How long the model has been computing since it last gave tokens. It is large while a long prompt is computed, and "
+      + "grows without end in a worker that hangs."},
+  {id: "role", title: "Role", text: (worker) => worker.role,
+    help: "Prefill computes prompts for others, decode leaves long prompts to those, both does both."},
+  {id: "site", title: "Site", text: (worker) => worker.site, help: "Place where it runs, if it was told."},
+  {id: "host", title: "Host", text: (worker) => worker.host, help: "Name of its machine."},
 ];
+
+/** Whether a worker's requests are expected to fill its KV memory: routers give it no more then. */
+function isFull(worker) {
+  return worker.total_blocks > 0 && Math.max(worker.expected_blocks, worker.used_blocks) >= worker.total_blocks;
+}
+
+function waitsFor(worker) {
+  if (!worker.waiting) return "";
+  if (worker.running >= worker.max_running) return "for a place";
+  return isFull(worker) ? "for memory" : "";
+}
+
+function blocksText(worker, count) {
+  const bytes = worker.kv_block_bytes ? `, ${mib(count * worker.kv_block_bytes / 1048576)}` : "";
+  return count ? `${number(count)} blocks${bytes}` : "0";
+}
 
 function isSlow(worker) {
   return worker.token_ms > 0 && worker.token_ms > (slowAt.get(worker.model) || Infinity);
 }
 
-export function open(section) {
+/** Shows the fleet, and the details of the worker that `argument` names: its id, a space, and its model. */
+export function open(section, argument) {
   if (!section.firstChild) build(section);
+  const [id, model] = argument.split(" ");
+  wanted = argument ? (worker) => worker.worker_id === id && (!model || worker.model === model) : null;
+  if (!argument) selected = null;
   onPicture(draw);
   draw();
 }
@@ -65,18 +106,21 @@ function build(section) {
     make("section", {"aria-labelledby": "models-title"},
       make("h2", {id: "models-title"}, "Models"),
       table("Table of models", [["Model"], ["Workers"], ["Running", true], ["Waiting at workers", true],
-        ["Waiting in routers", true], ["Tokens/s", true], ["ms a token", true]])),
+        ["Waiting in routers", true], ["Tokens/s", true], ["ms a token", true], ["KV used", true]])),
     make("section", {"aria-labelledby": "workers-title"},
       make("div", {class: "row"},
         make("h2", {id: "workers-title"}, "Workers"),
         make("label", {}, "Filter ", make("input", {id: "filter", type: "search", placeholder: "name, model or state",
           autocomplete: "off", on: {input: () => { sortRows(); drawRows(); }}})),
         make("p", {id: "shown"})),
-      make("p", {class: "hint", id: "workers-hint"}, "Arrow keys move between rows, Enter shows a worker's details."),
+      make("p", {class: "hint keys", id: "workers-hint"}, "Arrow keys move between rows, Enter shows a worker's details."),
       make("div", {id: "scroll", class: "wide tall", tabindex: 0, role: "region", "aria-label": "Table of workers",
         on: {scroll: drawRows}},
       make("table", {id: "workers", role: "grid", "aria-describedby": "workers-hint"},
-        make("thead", {}, make("tr")), make("tbody", {on: {click: clickRow, keydown: moveByKey}})))),
+        make("thead", {}, make("tr")), make("tbody", {on: {click: clickRow, keydown: moveByKey}}))),
+      make("p", {id: "none", hidden: true}, "No worker matches the filter."),
+      make("details", {class: "meanings"}, make("summary", {}, "What the columns mean"),
+        make("dl", {}, ...COLUMNS.map((column) => make("div", {}, element("dt", column.title), element("dd", column.help)))))),
     make("section", {id: "detail", "aria-labelledby": "detail-title", hidden: true},
       make("div", {class: "row"}, make("h2", {id: "detail-title", tabindex: -1}, "Worker"),
         make("button", {type: "button", on: {click: closeDetail}}, "Close")),
@@ -95,8 +139,13 @@ function build(section) {
 function draw() {
   const models = picture.models();
   slowAt = new Map(models.map((model) => [model.model, SLOW * model.token_ms]));
-  drawSums();
+  drawSums(models);
   drawModels(models);
+  const found = wanted && [...picture.workers.values()].find(wanted);
+  if (found) {
+    selected = found.number;
+    wanted = null;
+  }
   sortRows();
   drawRows();
   drawDetail();
@@ -104,7 +153,7 @@ function draw() {
   drawRouters();
 }
 
-function drawSums() {
+function drawSums(models) {
   const sum = (field) => [...picture.workers.values()].reduce((total, worker) => total + (worker[field] || 0), 0);
   const states = new Map();
   for (const worker of picture.workers.values()) states.set(worker.state, (states.get(worker.state) || 0) + 1);
@@ -115,9 +164,15 @@ function drawSums() {
     ["Waiting at workers", number(sum("waiting") + sum("booked"))],
     ["Waiting in routers", number(waiting)],
     ["Tokens/s", number(sum("tokens_per_s"))],
-    ["KV memory in use", percent(share(sum("used_blocks"), sum("total_blocks")))],
-    ["KV memory cached", percent(share(sum("cached_blocks"), sum("total_blocks")))],
+    [models.length > 1 ? "KV used, fullest model" : "KV used", fullestOf(models)],
+    ["Workers with full KV", number([...picture.workers.values()].filter(isFull).length)],
   ]);
+}
+
+function fullestOf(models) {
+  const [used, model] = models.map((one) => [share(one.used_blocks, one.total_blocks), one.model])
+    .reduce((most, one) => (one[0] > most[0] ? one : most), [0, ""]);
+  return percent(used) + (models.length > 1 && model ? `, ${model}` : "");
 }
 
 function drawModels(models) {
@@ -130,7 +185,8 @@ function drawModels(models) {
     row.append(head, element("td", states + loading),
       ...[model.running, model.waiting, model.queued + model.held, model.tokens_per_s]
         .map((value) => element("td", number(value), "number")),
-      element("td", model.token_ms ? model.token_ms.toFixed(1) : "–", "number"));
+      element("td", model.token_ms ? model.token_ms.toFixed(1) : "–", "number"),
+      element("td", percent(share(model.used_blocks, model.total_blocks)), "number"));
     return row;
   });
   replaceIfNew($("models").tBodies[0], made);
@@ -151,6 +207,7 @@ function sortRows() {
   const all = picture.workers.size;
   const text = rows.length === all ? `${number(all)} in all` : `${number(rows.length)} of ${number(all)}`;
   setText($("shown"), text);
+  $("none").hidden = rows.length > 0 || all === 0;
 }
 
 function compare(one, other) {
@@ -227,16 +284,18 @@ function drawDetail() {
   if (!worker) return;
   $("detail-title").textContent = `${worker.worker_id} of ${worker.model}`;
   const pairs = COLUMNS.slice(2).map((column) => [column.title, column.text(worker) || "–"]);
+  const kv = (name) => blocksText(worker, worker[name]);
   pairs.push(
     ["Engine", worker.engine],
     ["Up since", new Date(worker.since_ms).toLocaleString()],
-    ["KV blocks", `${number(worker.used_blocks)} used, ${number(worker.cached_blocks)} cached, `
-      + `${number(worker.total_blocks)} in all`],
-    ["KV blocks expected", number(worker.expected_blocks)],
-    ["KV blocks kept for clients", number(worker.kept_blocks)],
-    ["KV blocks fetched", number(worker.fetched_blocks)],
-    ["KV blocks the router knows", number(worker.indexed_blocks)],
-    ["Events", worker.events + (worker.lost_events ? `, ${number(worker.lost_events)} lost` : "")],
+    ["KV in all", kv("total_blocks")],
+    ["KV in use", kv("used_blocks")],
+    ["KV cached", kv("cached_blocks")],
+    ["KV that its requests will need", kv("expected_blocks")],
+    ["KV kept longest, as clients asked", kv("kept_blocks")],
+    ["KV fetched from other workers", kv("fetched_blocks")],
+    ["KV blocks that the router knows of", number(worker.indexed_blocks)],
+    ["Its events reach the router", worker.events + (worker.lost_events ? `, ${number(worker.lost_events)} lost` : "")],
   );
   if (worker.memory) {
     pairs.push(["Memory of its processes", `frontend ${mib(worker.memory.front_mib)}, engine ${mib(worker.memory.engine_mib)}`]);
@@ -274,7 +333,10 @@ function drawRouters() {
 // Hands
 
 function select(value) {
+  const worker = picture.workers.get(value);
   selected = value;
+  wanted = null;
+  history.replaceState(null, "", worker ? `#fleet/${encodeURIComponent(`${worker.worker_id} ${worker.model}`)}` : "#fleet");
   drawRows();
   drawDetail();
 }
@@ -285,6 +347,7 @@ function drawHead() {
     head.scope = "col";
     if (column.isNumber) head.className = "number";
     const isSorted = sorting.column === column.id;
+    head.title = column.help;
     head.setAttribute("aria-sort", isSorted ? (sorting.isDown ? "descending" : "ascending") : "none");
     const button = element("button", column.title + (isSorted ? (sorting.isDown ? " ▼" : " ▲") : ""));
     button.type = "button";

@@ -43,7 +43,7 @@ function build(section) {
     count: make("p", {role: "status"}),
     buttons: ACTS.map(({title, act}) => make("button", {type: "button", on: {click: () => run(act)}}, title)),
     body: make("tbody"),
-    told: make("ol", {class: "told", "aria-live": "polite", "aria-label": "Answers"}),
+    told: make("ol", {class: "told", "aria-live": "polite", "aria-label": "What workers have answered"}),
     rows: new Map(),
   };
   const head = ["Chosen", "Worker", "Model", "State", "Running", "Waiting", "Last answer"];
@@ -54,7 +54,7 @@ function build(section) {
     make("div", {class: "wide tall", tabindex: 0, role: "region", "aria-label": "Workers to choose"},
       make("table", {}, make("thead", {}, make("tr", {}, ...head.map((title) => make("th", {scope: "col"}, title)))),
         view.body)),
-    element("h2", "Answers"), view.told,
+    element("h2", "What workers have answered"), view.told,
   );
 }
 
@@ -212,16 +212,22 @@ function byModel(workers) {
   return [...found];
 }
 
+/** Names a few workers, and counts many. */
+function nameOf(workers) {
+  return workers.length > 3 ? plural(workers.length, "worker") : workers.map((worker) => worker.worker_id).join(", ");
+}
+
 /** Says how many streams run at the workers, by model, and who else could continue them. */
 function streamsOf(workers) {
   return byModel(workers).flatMap(([model, own]) => {
     const keys = new Set(own.map(keyOf));
-    const streams = own.reduce((sum, worker) => sum + worker.running + worker.waiting, 0);
+    const sum = (field) => own.reduce((total, worker) => total + worker[field], 0);
     const others = [...picture.workers.values()].filter((one) => one.model === model && one.state === "ready"
       && !keys.has(keyOf(one))).length;
     const last = others ? `${plural(others, "other worker")} of ${model} can take them.`
       : `No other worker of ${model} can take them, and new requests for it find none.`;
-    return [`${plural(own.length, "worker")} of ${model}: ${plural(streams, "stream")} run there now. ${last}`];
+    return [`${nameOf(own)} of ${model}: ${plural(sum("running"), "stream")} running and ${number(sum("waiting"))} waiting `
+      + `there now. ${last}`];
   });
 }
 
@@ -232,7 +238,7 @@ function load(workers) {
 async function unload(workers) {
   const lines = ["A worker that loads its model on demand frees its memory once its streams have ended, and loads it again "
     + "for the next request. Any other worker leaves for good; what still runs after its grace time moves elsewhere or ends."];
-  const title = `Unload ${plural(workers.length, "worker")}?`;
+  const title = `Unload ${nameOf(workers)}?`;
   const answer = await askFirst({title, lines: [...streamsOf(workers), ...lines], action: "Unload", isDangerous: true});
   return answer && [{op: "unload", to: workers}];
 }
@@ -242,9 +248,9 @@ async function drain(workers) {
   const then = make("select", {name: "then"}, make("option", {value: "move"}, "move to other workers"),
     make("option", {value: "stop"}, "end with what was generated"));
   const answer = await askFirst({
-    title: `Drain ${plural(workers.length, "worker")}?`,
-    lines: [...streamsOf(workers), "They take no new requests, and leave for good when their streams have ended or moved."],
-    fields: [labelled("Seconds for streams to finish", grace), labelled("Those that have not", then)],
+    title: `Drain ${nameOf(workers)}?`,
+    lines: [...streamsOf(workers), "A drained worker takes no new requests, and leaves for good when its streams have ended or moved."],
+    fields: [labelled("Seconds for streams to finish", grace), labelled("Streams that have not finished then", then)],
     action: "Drain", isDangerous: true,
   });
   if (!answer) return null;
@@ -257,7 +263,7 @@ async function drain(workers) {
 async function clearCache(workers) {
   const blocks = workers.reduce((sum, worker) => sum + worker.cached_blocks + worker.host_blocks, 0);
   const answer = await askFirst({
-    title: `Clear the cache of ${plural(workers.length, "worker")}?`,
+    title: `Clear the cache of ${nameOf(workers)}?`,
     lines: [`${plural(blocks, "cached KV block")} are dropped, in memory and on the host. Prompts that were cached are `
       + "computed again. Streams that run go on."],
     action: "Clear", isDangerous: true,
@@ -267,7 +273,7 @@ async function clearCache(workers) {
 
 async function loadAdapter(workers) {
   const answer = await askFirst({
-    title: `Load a LoRA adapter into ${plural(workers.length, "worker")}`,
+    title: `Load a LoRA adapter into ${nameOf(workers)}`,
     lines: ["An adapter of the same name is replaced for new requests."],
     fields: [
       labelled("Name", make("input", {name: "adapter", required: true, autocomplete: "off"})),
@@ -285,7 +291,7 @@ async function loadAdapter(workers) {
 
 async function unloadAdapter(workers) {
   const answer = await askFirst({
-    title: `Unload a LoRA adapter from ${plural(workers.length, "worker")}?`,
+    title: `Unload a LoRA adapter from ${nameOf(workers)}?`,
     lines: ["New requests for it are refused there. Streams that use it go on."],
     fields: [labelled("Name", make("input", {name: "adapter", required: true, autocomplete: "off"}))],
     action: "Unload", isDangerous: true,
@@ -295,7 +301,7 @@ async function unloadAdapter(workers) {
 
 async function addModel(workers) {
   const answer = await askFirst({
-    title: `Add a model beside ${plural(workers.length, "worker")}`,
+    title: `Add a model beside ${nameOf(workers)}`,
     lines: ["Each of the chosen workers' processes serves it too, or only fetches it from the Hub onto its machine."],
     fields: [
       labelled("File, folder or Hub name, as the workers see it", make("input", {name: "model", required: true,
@@ -305,7 +311,7 @@ async function addModel(workers) {
       labelled("Name that clients request", make("input", {name: "name", placeholder: "the file's name", autocomplete: "off"})),
       labelled("Replicas", make("input", {name: "replicas", type: "number", min: 1, max: 64, value: 1})),
     ],
-    action: "Go",
+    action: "Add",
   });
   if (!answer) return null;
   if (answer.op === "pull") return [{op: "pull", model: answer.model, to: workers}];

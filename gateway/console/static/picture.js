@@ -1,6 +1,7 @@
 // The picture of the fleet that the page puts together from the gateway's events, and what happens in it.
 
 const MAX_EVENTS = 200;
+const SETTLE_MS = 2000; // a gateway that nobody has looked at gets to know its fleet in this time: nothing happens then
 
 export class Picture {
   constructor() {
@@ -9,7 +10,7 @@ export class Picture {
     this.queues = [];
     this.events = []; // the latest first
     this.problem = "";
-    this.at = 0;
+    this.at = this.firstAt = 0;
     this.seq = -1;
     this.fields = [];
   }
@@ -17,7 +18,8 @@ export class Picture {
   /** Applies an event; returns false if one before it is missing. */
   apply(event) {
     if (!event.whole && event.seq !== this.seq + 1) return false;
-    const isFirst = this.seq < 0;
+    if (this.seq < 0) this.firstAt = event.at_ms;
+    const isFirst = this.seq < 0 || event.at_ms - this.firstAt < SETTLE_MS;
     this.seq = event.seq;
     this.at = event.at_ms;
     this.problem = event.problem;
@@ -95,7 +97,7 @@ export class Picture {
     const of = (model) => {
       if (!found.has(model)) {
         found.set(model, {model, states: new Map(), running: 0, waiting: 0, tokens_per_s: 0, token_ms: [], queued: 0,
-          held: 0, progress: null});
+          used_blocks: 0, total_blocks: 0, held: 0, progress: null});
       }
       return found.get(model);
     };
@@ -105,6 +107,8 @@ export class Picture {
       model.running += worker.running;
       model.waiting += worker.waiting;
       model.tokens_per_s += worker.tokens_per_s;
+      model.used_blocks += worker.used_blocks;
+      model.total_blocks += worker.total_blocks;
       if (worker.token_ms) model.token_ms.push(worker.token_ms);
     }
     for (const [model, queue] of queues) {

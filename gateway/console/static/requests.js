@@ -5,30 +5,36 @@ import {onPicture, picture} from "./live.js";
 import {ask, me} from "./session.js";
 
 const REFRESH_MS = 2000;
-const SLOW_MS = 1000; // to the first token
+const MOST = 500; // requests that are asked for
 const KINDS = {
-  held: "waits for a worker of its model", tokenize: "prompt is tokenized", queue: "waits: all workers are busy",
+  held: "waits for a worker of its model", tokenize: "prompt is tokenized", queue: "waits until a worker has room",
   accept: "is sent to the worker", refused: "is refused", worker_queue: "waits at the worker", prefill: "prompt is computed",
+  starting: "waits at the worker, or its prompt is computed",
   decode: "tokens are generated", gap: "is taken to another worker",
 };
 
 let timer = null;
 let shownId = "";
+let scrolled = 0; // how far down the list was when a request was opened
 let hasEnded = false; // whether the one that is shown can't change any more
 let round = 0; // counts openings and closings: what an earlier one has asked for is not shown
 
 export function open(section, argument) {
   if (!section.firstChild) build(section);
+  if (argument && !shownId) scrolled = scrollY;
+  const isClosed = shownId && !argument;
   shownId = argument;
   hasEnded = false;
   $("request-id").value = argument;
   $("way").hidden = !argument;
-  setText($("way-title"), argument ? `Request ${argument}` : "");
+  setText($("way-title"), argument ? `Request ${argument}: loading` : "");
+  $("way-more").hidden = true;
   for (const id of ["way-story", "way-times", "way-facts", "way-gaps"]) $(id).replaceChildren();
   onPicture(tellMissing);
   round += 1;
   refresh(round);
   if (argument) $("way-title").focus();
+  if (isClosed) scrollTo(0, scrolled);
 }
 
 export function close() {
@@ -43,11 +49,14 @@ function build(section) {
     make("div", {class: "row"},
       make("h2", {id: "requests-title"}, "Requests"),
       make("form", {id: "find", class: "row", on: {submit: find}},
-        make("label", {}, "Id ", make("input", {id: "request-id", type: "search", autocomplete: "off", spellcheck: "false"})),
+        make("label", {}, "Id ", make("input", {id: "request-id", type: "search", autocomplete: "off", spellcheck: "false", size: 26,
+          placeholder: "or its beginning"})),
         make("button", {}, "Find")),
       make("label", {}, make("input", {id: "only-failed", type: "checkbox", on: {change: refreshNow}}), " Errors only"),
-      make("label", {}, make("input", {id: "only-slow", type: "checkbox", on: {change: refreshNow}}),
-        " First token later than 1 s"),
+      make("label", {}, "First token after at least ", make("input", {id: "slower", type: "number", min: 0, step: "any",
+        size: 5, placeholder: "0", on: {change: refreshNow}}), " s"),
+      make("label", {}, "Filter ", make("input", {id: "request-filter", type: "search", autocomplete: "off",
+        placeholder: "model, worker or state", on: {input: () => drawRows()}})),
       make("label", {id: "of-tenant", hidden: me.role !== "operator"}, "Tenant ",
         make("input", {id: "tenant", value: me.tenant, autocomplete: "off", on: {change: refreshNow}}))),
     make("p", {id: "requests-problem", class: "problem", role: "alert"}),
@@ -55,11 +64,12 @@ function build(section) {
       make("div", {class: "row"}, make("h2", {id: "way-title", tabindex: -1}),
         make("button", {type: "button", on: {click: () => { location.hash = "#requests"; }}}, "Close")),
       make("ol", {id: "way-story"}),
-      make("h3", {}, "Where its time went"),
-      make("ol", {id: "way-times"}),
-      make("dl", {id: "way-facts"}),
-      make("h3", {}, "Times between tokens"),
-      make("ol", {id: "way-gaps"})),
+      make("div", {id: "way-more", hidden: true},
+        make("h3", {}, "Where its time went"),
+        make("ol", {id: "way-times"}),
+        make("dl", {id: "way-facts"}),
+        make("h3", {}, "Times between tokens"),
+        make("ol", {id: "way-gaps"}))),
     table("Table of requests", [["Received"], ["Id"], ["Model"], ["State"], ["Workers"], ["Prompt", true], ["Cached", true],
       ["Tokens", true], ["First token", true], ["In all", true]]),
     make("p", {id: "requests-note", class: "hint"}));
@@ -75,9 +85,9 @@ function find(event) {
 /** Reads everything anew, and again after a while as long as the part is open. */
 async function refresh(mine) {
   clearTimeout(timer);
-  const query = new URLSearchParams();
+  const query = new URLSearchParams({limit: String(MOST)});
   if ($("only-failed").checked) query.set("failed", "1");
-  if ($("only-slow").checked) query.set("slower_than_ms", String(SLOW_MS));
+  if (Number($("slower").value) > 0) query.set("slower_than_ms", String(1000 * Number($("slower").value)));
   const tenant = $("tenant").value.trim();
   if (tenant && tenant !== me.tenant) query.set("tenant", tenant);
   try {
@@ -90,11 +100,13 @@ async function refresh(mine) {
   } catch (error) {
     if (mine !== round) return;
     setText($("requests-problem"), error.message);
+    if (error.status === 404) $("way").hidden = true;
   }
   timer = setTimeout(() => refresh(mine), REFRESH_MS);
 }
 
 let answered = [];
+let recents = []; // as they were answered last
 
 /** Says of which routers the requests are missing: those that the fleet has and that have not answered. */
 function tellMissing() {
@@ -106,16 +118,31 @@ function tellMissing() {
 
 function drawRecent(recent) {
   answered = recent.routers;
+  recents = recent.requests;
+  drawRows();
+  $("requests-note").dataset.more = (recent.truncated ? `The latest ${recent.requests.length}. ` : "")
+    + `Of tenant ${recent.tenant}. Routers remember their last 4,096 requests until they are restarted.`;
+  tellMissing();
+}
+
+function drawRows() {
+  const words = $("request-filter").value.toLowerCase().split(/\s+/).filter(Boolean);
+  const found = recents.filter((one) => {
+    const text = `${one.id} ${one.model} ${stateOf(one)} ${one.workers.join(" ")}`.toLowerCase();
+    return words.every((word) => text.includes(word));
+  });
   const body = $("requests-table").tBodies[0];
   const known = new Map([...body.rows].map((row) => [row.dataset.id, row]));
-  const rows = recent.requests.map((one) => filled(known.get(one.id) || newRow(one.id), one));
+  const rows = found.map((one) => filled(known.get(one.id) || newRow(one.id), one));
   if (!rows.length) rows.push(make("tr", {}, make("td", {colspan: 10}, "no such requests")));
   // rows that stay are not moved, so that a focused link keeps its focus
   for (const row of [...body.rows]) if (!rows.includes(row)) row.remove();
   rows.forEach((row, at) => { if (body.rows[at] !== row) body.insertBefore(row, body.rows[at] || null); });
-  $("requests-note").dataset.more = (recent.truncated ? `The latest ${recent.requests.length}. ` : "")
-    + `Of tenant ${recent.tenant}. Routers remember their last 4,096 requests until they are restarted.`;
-  tellMissing();
+}
+
+/** Says what a request does, or how it ended; one that a worker has accepted starts until it has its first token. */
+function stateOf(one) {
+  return one.code || (one.state === "running" && one.first_token_ms === null && !one.completion_tokens ? "starting" : one.state);
 }
 
 function newRow(id) {
@@ -126,7 +153,7 @@ function newRow(id) {
 }
 
 function filled(row, one) {
-  const texts = [clock(one.received_at_ms), one.id, one.model, one.code || one.state, one.workers.join(" → ") || "–",
+  const texts = [clock(one.received_at_ms), one.id, one.model, stateOf(one), one.workers.join(" → ") || "–",
     number(one.prompt_tokens), percent(share(one.cached_tokens, one.prompt_tokens)), number(one.completion_tokens),
     one.first_token_ms === null ? "–" : time(one.first_token_ms), time(one.total_ms)];
   texts.forEach((text, at) => { if (at !== 1) setText(row.cells[at], text); });
@@ -139,6 +166,7 @@ function filled(row, one) {
 function drawWay({request, story, spans, router_id: router, first_token_ms: first}) {
   hasEnded = !["waiting", "running"].includes(request.state);
   setText($("way-title"), `Request ${request.id}`);
+  $("way-more").hidden = false;
   replaceIfNew($("way-story"), story.map((sentence) => element("li", sentence)));
   const total = Math.max(request.total_ms, 0.001);
   replaceIfNew($("way-times"), spans.map(([kind, where, begin, end]) => {
@@ -155,7 +183,7 @@ function drawWay({request, story, spans, router_id: router, first_token_ms: firs
     ["First token", first === null ? "–" : time(first)],
     ["In all", time(request.total_ms)],
     ["Prompt", `${number(request.prompt_tokens || 0)} tokens, ${number(request.cached_tokens || 0)} cached, `
-      + `${number(request.fetched_tokens || 0)} of these fetched`],
+      + `${number(request.fetched_tokens || 0)} of these from other workers`],
     ["Answer", `${number(request.completion_tokens || 0)} tokens`],
     ["API key", request.key_id || "–"],
   ]);
@@ -174,6 +202,7 @@ function drawGaps(gaps) {
       const bar = make("span", {class: "bar decode"});
       bar.style.setProperty("--from", "0%");
       bar.style.setProperty("--size", `${100 * count / most}%`);
+      if (!count) bar.hidden = true;
       return make("li", {}, element("span", label, "where"), make("span", {class: "track", "aria-hidden": "true"}, bar),
         element("span", number(count), "number"));
     });
