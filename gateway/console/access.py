@@ -1,4 +1,4 @@
-"""What the console's answers have in common: who may read them, and the headers that keep them in one page."""
+"""Checks who may read the console's answers, and keeps each in one page by its headers."""
 
 import ipaddress
 
