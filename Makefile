@@ -6,6 +6,7 @@ KIND ?=
 RUNS ?=
 SEEDS ?=
 OLD ?=
+BOUND ?= lowest
 MINUTES ?= 60
 RUNBOOKS ?=
 BIN := .venv/bin
@@ -15,7 +16,7 @@ READY := .venv/.ready
 unexport PYTHONDONTWRITEBYTECODE
 SPREAD := --forks=4 --ignore tests/laws
 
-.PHONY: up install test test-long durations check conformance console-check hostile chaos test-upgrade device-check architectures architectures-check format bench demo-model dashboards rules site release help clean
+.PHONY: up install test test-long durations check conformance console-check hostile chaos test-upgrade test-versions device-check architectures architectures-check format bench demo-model dashboards rules site release help clean
 
 up: $(PRODUCT) ## run broker, router, two workers and gateway
 	@$(BIN)/tokenbus up $(ARGS)
@@ -67,6 +68,21 @@ chaos: $(READY) ## an hour of faults under load
 # not be cut: OLD=v0.2.0, or any commit.
 test-upgrade: $(READY) ## two versions side by side; OLD=REF
 	$(BIN)/python -m tests.upgrade $(OLD)
+
+# The oldest versions of packages that pyproject.toml allows, or with BOUND=highest the newest ones, in an environment of
+# their own, under the tests of all code that calls packages. What those packages need themselves is always the newest.
+VERSIONS := build/versions/$(BOUND)
+CALLERS := tests/protocol tests/client tests/auth tests/gateway tests/router tests/cli tests/contracts \
+  $(addprefix tests/worker/,tokenizers convert models chat_format engine/gguf engine/onnx engine/constraints) \
+  $(addprefix tests/integration/,test_generate.py test_traces.py test_permissions.py)
+test-versions: ## the lowest allowed versions of packages, or BOUND=highest
+	@$(if $(filter lowest highest,$(BOUND)),,$(error BOUND must be lowest or highest, got $(BOUND)))
+	$(PYTHON) -m venv --clear $(VERSIONS)
+	$(VERSIONS)/bin/pip install -q uv
+	$(VERSIONS)/bin/uv pip install -q --python $(VERSIONS)/bin/python --upgrade \
+	  --resolution $(if $(filter highest,$(BOUND)),highest,lowest-direct) \
+	  "$$($(VERSIONS)/bin/python -m deploy.llama_cpp_wheel)" -e '.[dev,worker-onnx]'
+	$(VERSIONS)/bin/pytest $(SPREAD) -m "not long" $(or $(ARGS),$(CALLERS))
 
 # On a machine with an NVIDIA GPU: builds for it, runs contract tests, wire-check and four benchmarks, and writes a report.
 device-check: $(READY) ## build and test on a machine with an NVIDIA GPU

@@ -23,11 +23,8 @@ from tokenbus.protocol.wire import errors, messages
 from tokenbus.worker.contract import contract
 from tokenbus.worker.contract.engine_errors import ModelError
 from tokenbus.worker.contract.engine_settings import EngineSettings
-from tokenbus.worker.engine.memory import claims, fit
-from tokenbus.worker.engine.memory.claims import MemoryClaims
+from tokenbus.worker.engine.memory import fit
 from tokenbus.worker.engine.memory.fit import MemoryNeed, Room, Rooms, mib
-from tokenbus.worker.engine_client.client import EngineClient
-from tokenbus.worker.engine_client.engine_process import EngineDiedError, EngineProcess
 from tokenbus.worker.files import device_memory, model_files, transfer
 from tokenbus.worker.models import registry
 from tokenbus.worker.on_demand import model_sizes
@@ -107,8 +104,9 @@ def _print(finding: Finding) -> None:
 async def _all_findings(options: argparse.Namespace) -> AsyncIterator[Finding]:
     for finding in (*_machine(), *_servers(), *_ports(options.ports), *_hub_cache(options)):
         yield finding
-    for finding in check_memory(options.model, options.memory_budget_mib << 20, _host_room()):
-        yield finding
+    if options.model:
+        for finding in check_memory(options.model, options.memory_budget_mib << 20, _host_room()):
+            yield finding
     for model in options.model:
         finding = check_model(model)
         yield finding
@@ -136,7 +134,9 @@ def _machine() -> Iterator[Finding]:
 def _servers() -> Iterator[Finding]:
     """Reports the servers that this installation can't start."""
     for server in ("router", "gateway", "worker"):
-        if not needs.are_met(server):
+        if system := needs.lacking_system(server):
+            yield Finding("note", f"tokenbus {server} does not run on {system}", needs.elsewhere())
+        elif not needs.are_met(server):
             advice = f"pip install {extras.install(needs.EXTRAS[server])}"
             yield Finding("note", f"tokenbus {server} can't run here: its packages are not installed", advice)
 
@@ -219,7 +219,9 @@ def _need_of(model: str, budget_bytes: int, host: Room) -> MemoryNeed:
 
 def _host_room() -> Room:
     """Returns the memory that a worker would find now."""
-    mine = MemoryClaims(claims.runtime_directory())
+    from tokenbus.worker.engine.memory import claims  # only Unix has the locks that it uses
+
+    mine = claims.MemoryClaims(claims.runtime_directory())
     with mine.planning():
         return mine.host_room(device_memory.host_limits(), "", 1.0)
 
@@ -241,6 +243,9 @@ def check_model(model: str) -> Finding:
 
 async def check_engine(model: str) -> AsyncIterator[Finding]:
     """Checks whether a model can be served, by starting an engine the way a worker does."""
+    from tokenbus.worker.engine_client.client import EngineClient
+    from tokenbus.worker.engine_client.engine_process import EngineDiedError, EngineProcess
+
     process = EngineProcess({logs.LEVEL_VARIABLE: "error"})
     engine = EngineClient(lambda: process.open(EngineSettings(model=model)), max_waiting=0)
     try:

@@ -17,24 +17,34 @@ EXTRAS = {
     "bench": "bench",
 }
 """The extra of each command that needs one. Others talk to a running fleet with what the client library needs."""
-ON_UNIX = {
-    *("up", "worker", "router", "gateway", "auth", "auth-init", "config"),
-    *("models", "pull", "inspect", "doctor", "replay"),
-}
-"""The commands that use what Windows lacks: locks and signals of files and processes."""
+ON_LINUX = {"up", "worker", "router"}
+"""The commands whose templates and grammars run in processes with limits of CPU time and memory that only Linux has."""
+ON_UNIX = {*ON_LINUX, "gateway", "auth", "auth-init", "config", "pull", "inspect", "replay"}
+"""The commands that use what Windows lacks: signals that reload settings, files that only their owner reads, and what
+workers use."""
+_NAMES = {"win32": "Windows", "darwin": "macOS"}
+
+
+def lacking_system(command: str) -> str:
+    """Returns the name of this system if a command does not run on it; else an empty string."""
+    lacks = ON_UNIX if sys.platform == "win32" else ON_LINUX if sys.platform != "linux" else ()
+    return _NAMES.get(sys.platform, sys.platform) if command in lacks else ""
+
+
+def elsewhere() -> str:
+    """Returns what to do about a command that does not run on this system."""
+    return f"use {'WSL or a container' if sys.platform == 'win32' else 'a container or a virtual machine'} for it"
 
 
 def check(command: str) -> None:
     """Raises MissingExtraError if a command can't run. Not even its flags can be read then: they are declared by code
     that needs the same packages."""
-    if sys.platform == "win32" and command in ON_UNIX:
-        raise extras.MissingExtraError(f"the command {command} does not run on Windows; use WSL or a container for it")
+    if system := lacking_system(command):
+        raise extras.MissingExtraError(f"the command {command} does not run on {system}; {elsewhere()}")
     if extra := EXTRAS.get(command):
         extras.require(extra, f"the command {command}")
 
 
 def are_met(command: str) -> bool:
-    if sys.platform == "win32" and command in ON_UNIX:
-        return False
     extra = EXTRAS.get(command)
-    return extra is None or extras.is_installed(extra)
+    return not lacking_system(command) and (extra is None or extras.is_installed(extra))

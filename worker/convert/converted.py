@@ -1,6 +1,5 @@
 """The cache of conversions: each is kept under its model's fingerprint, and made once for all processes."""
 
-import fcntl
 import os
 import shutil
 import subprocess
@@ -19,6 +18,9 @@ from tokenbus.worker.files import model_files, transfer
 from tokenbus.worker.files.layouts import SAFETENSORS_SUFFIX, SafetensorsLayout
 from tokenbus.worker.files.model_files import ModelFiles, source_name
 from tokenbus.worker.models import registry
+
+if sys.platform != "win32":
+    import fcntl
 
 TYPES = (
     *("f32", "f16", "bf16", "q8_0", "q6_k", "q5_k_m", "q5_k_s", "q5_1", "q5_0", "q4_k_m", "q4_k_s", "q4_1", "q4_0"),

@@ -6,8 +6,8 @@ by a shared lock on the file, which ends with its process, so that they are not 
 """
 
 import contextlib
-import fcntl
 import re
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -17,6 +17,9 @@ import msgspec
 
 from tokenbus.worker.contract.engine_errors import ModelError
 from tokenbus.worker.files import transfer
+
+if sys.platform != "win32":
+    import fcntl
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(:[\w.-]+)?")
 _WEIGHTS_SUFFIXES = (".gguf", ".onnx")
@@ -164,6 +167,8 @@ def read_json(path: Path | None, kind: type[StructT]) -> StructT:
 def hold_weights(weights: Path) -> BinaryIO:
     """Returns an open file; the weights are in use until it is closed. Raises OSError if they can't be read."""
     file = weights.open("rb")
+    if sys.platform == "win32":  # where no worker runs
+        return file
     with contextlib.suppress(OSError):  # a file system without locks: use can't be detected
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     return file
@@ -171,6 +176,8 @@ def hold_weights(weights: Path) -> BinaryIO:
 
 def is_held(weights: Path) -> bool:
     """Whether a worker is using the weights; False if that can't be detected."""
+    if sys.platform == "win32":
+        return False
     with weights.open("rb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
