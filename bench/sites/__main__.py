@@ -1,7 +1,7 @@
 """Three sites on one machine, rolled and cut off under streams: what was done, and what became of the streams.
 
 Run: .venv/bin/python -m bench.sites [--topology supercluster leafs] [--rtt-ms 0 40 150] [--loss 0.01]
-     [--cuts 1.5 5 30] [--streams 32]
+     [--cuts 1.5 5 30] [--streams 32] [--logs FOLDER]
 
 Each site has a broker in a network namespace of its own, a router, a simulated worker of the model `everywhere`, and
 clients; a third of the streams belong to each. A second model, `far`, has a worker at the last site only. Brokers are
@@ -10,16 +10,20 @@ through cables that are as long as `--rtt-ms` says and lose the share `--loss` o
 
 The last site's processes are replaced one after another (its worker, the worker of `far`, its router), its broker is
 killed and started again, and then it is cut off from the others for each of `--cuts` seconds: packets vanish, and no
-connection is reset. Needs root, for namespaces. What it prints is a transcript for docs/scale.md."""
+connection is reset. Needs root, for namespaces. What it prints is a transcript for docs/scale.md, with what the logs
+say of each stream that was lost; `--logs` keeps them."""
 
 import argparse
 import asyncio
 import contextlib
+import itertools
 import logging
+import shutil
 import signal
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from datetime import datetime
 from pathlib import Path
 
 import structlog
@@ -45,6 +49,10 @@ _RETURN_S = 3.0
 """Time after an event in which streams that begin still belong to it."""
 _PATIENCE_S = 100.0
 """Time after which streams that have not ended count as still running."""
+_MAX_STORIES = 10
+"""Lost streams of which all is told, in the end: while the logs are read, no client reads its messages."""
+_TOLD = ("worker_id", "attempt", "finish_reason", "code", "tokens", "completion_tokens", "offset")
+"""The fields of log lines about a lost stream."""
 
 
 def _gateways(site: Site, sites: list[Site]) -> str:
@@ -90,6 +98,7 @@ class Fleet:
         self._system = System(_Brokers(self.sites[0].url), folder)
         self.places: list[Place] = []
         self._num_started = 0
+        self._names: list[str] = []
 
     @property
     def records(self) -> list[Record]:
@@ -142,6 +151,13 @@ class Fleet:
         await asyncio.sleep(1.0)
         await site.start_broker(self._folder, self._settings(site, self.sites))
 
+    @property
+    def num_broken_links(self) -> int:
+        """How often a connection between brokers has been closed so far. Both ends tell, unless one was killed."""
+        told = [(self._folder / f"nats-{site.name}.log").read_bytes() for site in self.sites]
+        ends = sum(log.count(b"%s connection closed" % kind) for log in told for kind in (b"Leafnode", b"Gateway"))
+        return (ends + 1) // 2
+
     def cut(self, seconds: float) -> Callable[[], Awaitable[None]]:
         async def be_cut() -> None:
             self.net.cut_off(self.sites[-1].name)
@@ -150,11 +166,31 @@ class Fleet:
 
         return be_cut
 
+    def story(self, record: Record, began: float) -> list[str]:
+        """Returns lines about what became of a stream, by its client and by the logs. Times count from `began`."""
+        kind = "plain" if record.is_plain else "library"
+        last = record.heard_at[-1] - began if record.heard_at else 0.0
+        now = time.time() - time.monotonic()
+        lines = [
+            f"lost: {kind}, {record.site}, model {record.model}, {record.request_id}: {record.end or 'still running'}, "
+            f"begun at {record.began_at - began:.1f} s, {record.tokens} tokens until {last:.1f} s"
+        ]
+        told = []
+        for name in self._names:
+            for line in self._system.log(name):
+                if str(line.get("request_id", "")).endswith(record.request_id):
+                    at = datetime.fromisoformat(str(line["timestamp"])).timestamp() - now - began
+                    rest = (f"{key} {line[key]}" for key in _TOLD if line.get(key) is not None)
+                    told.append((at, f"  {at:.1f} s {name}: {line['event']}, {', '.join(rest)}"))
+        return lines + [text for _, text in sorted(told)]
+
     def _router(self, site: Site, name: str) -> None:
+        self._names.append(name)
         self._system.router(name, "--nats", site.url, "--site", site.name)
 
     def _worker(self, site: Site, name: str) -> None:
         place = ("--nats", site.url, "--site", site.name)
+        self._names.append(name)
         self._system.worker(name, *_WORKER, *place, model=_MODEL, served_name=name.partition("-")[0])
 
     async def _until_ready(self, sites: list[Site], count: int) -> None:
@@ -170,7 +206,7 @@ class Fleet:
 
 
 @contextlib.asynccontextmanager
-async def running(net: Network, topology: str, num_streams: int) -> AsyncIterator[Fleet]:
+async def running(net: Network, topology: str, num_streams: int, logs: Path | None) -> AsyncIterator[Fleet]:
     with tempfile.TemporaryDirectory(prefix="tokenbus-sites-") as folder:
         fleet = Fleet(net, Path(folder), topology)
         try:
@@ -179,6 +215,8 @@ async def running(net: Network, topology: str, num_streams: int) -> AsyncIterato
         finally:
             net.restore()
             await fleet.stop()
+            if logs is not None:
+                shutil.copytree(folder, logs, dirs_exist_ok=True)
 
 
 async def transcribe(fleet: Fleet, cuts: list[float]) -> None:
@@ -191,9 +229,10 @@ async def transcribe(fleet: Fleet, cuts: list[float]) -> None:
         (f"the broker of {last} is killed, and starts again a second later", fleet.restart_broker),
         *((f"{last} is cut off for {seconds:g} s", fleet.cut(seconds)) for seconds in cuts),
     ]
+    lost: list[Record] = []
     for text, event in events:
         await asyncio.sleep(_WARM_UP_S)
-        started = time.monotonic()
+        started, num_broken = time.monotonic(), fleet.num_broken_links
         await event()
         await asyncio.sleep(_RETURN_S)
         ran = [one for one in fleet.records if one.ended_at is None or one.ended_at >= started]
@@ -204,18 +243,25 @@ async def transcribe(fleet: Fleet, cuts: list[float]) -> None:
                     await asyncio.sleep(0.1)
         for line in told(ran, started):
             print(f"          {line}", flush=True)
-        if dropped := [place.site for place in fleet.places if any(at >= started for at in place.dropped_at)]:
-            print(f"          plain clients' own connection broke: {', '.join(dropped)}", flush=True)
+        if count := fleet.num_broken_links - num_broken:
+            print(f"          connections between brokers closed: {count}", flush=True)
+        lost += [one for one in ran if one.is_lost and one not in lost]
+    for line in itertools.chain.from_iterable(fleet.story(one, began) for one in lost[:_MAX_STORIES]):
+        print(line, flush=True)
 
 
 async def measure(options: argparse.Namespace) -> None:
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)  # so that no namespace stays
     for topology in options.topology:
         for rtt_ms in options.rtt_ms:
             loss = options.loss if rtt_ms else 0.0
             with network(_SITES) as net:
                 net.set_links(rtt_ms / 1e3, loss)
                 print(f"\n{topology}: {', '.join(_SITES)}; round trip {rtt_ms:g} ms, {loss:.0%} of packets lost")
-                async with running(net, topology, options.streams) as fleet:
+                logs = None if options.logs is None else options.logs / f"{topology}-{rtt_ms:g}"
+                async with running(net, topology, options.streams, logs) as fleet:
                     await transcribe(fleet, options.cuts)
 
 
@@ -225,8 +271,10 @@ def main() -> None:
     parser.add_argument("--rtt-ms", type=float, nargs="+", default=[0.0, 40.0, 150.0])
     parser.add_argument("--loss", type=float, default=0.01)
     parser.add_argument("--cuts", type=float, nargs="+", default=[1.5, 5.0, 30.0])
+    parser.add_argument("--logs", type=Path, help="folder in which the logs are kept (they are not)")
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
-    asyncio.run(measure(parser.parse_args()))
+    with contextlib.suppress(asyncio.CancelledError):
+        asyncio.run(measure(parser.parse_args()))
 
 
 if __name__ == "__main__":

@@ -6,12 +6,14 @@ every site serves, half for one that only one site serves, so that there are alw
 import asyncio
 import collections
 import itertools
+import secrets
 import time
 from dataclasses import dataclass, field
 
 import msgspec
 from nats.aio.client import Client as Nats
 from nats.aio.msg import Msg
+from nats.errors import SlowConsumerError
 
 from bench.paired import quartiles
 from tokenbus.client.wire.wire_client import WireClient
@@ -30,6 +32,7 @@ class _Part(msgspec.Struct):
     offset: int
     tokens: int
     finish_reason: str | None
+    worker_id: str | None = None
     error: dict[str, object] | None = None
 
 
@@ -43,9 +46,15 @@ class Record:
     crosses: bool
     """Whether its worker is at another site than its client."""
     began_at: float
+    request_id: str = field(default_factory=secrets.token_urlsafe)
+    """The id of its request; the library continues some under further ids."""
     ended_at: float | None = None
     end: str = ""
     """Its finish reason or the code of its error; `nothing` if no end came."""
+    trouble: str = ""
+    """What went wrong in its own client meanwhile, which may have cost it messages."""
+    was_accepted: bool = False
+    """Whether a plain client has heard of a worker that has it."""
     tokens: int = 0
     missing: int = 0
     """Tokens that a plain client has missed."""
@@ -57,6 +66,16 @@ class Record:
     @property
     def first_s(self) -> float | None:
         return self.heard_at[0] - self.began_at if self.heard_at else None
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether it has begun and ended before its time, or not at all, though its client was there."""
+        return self.has_begun and self.end != "length" and not self.trouble
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a worker has accepted it: others have an error at once, or no answer."""
+        return self.was_accepted or bool(self.heard_at) or self.end == "length"
 
     @property
     def pause_s(self) -> float:
@@ -71,6 +90,8 @@ class Place:
         self.records: list[Record] = []
         self.dropped_at: list[float] = []
         """When the plain clients' own connection broke: they miss what is sent meanwhile."""
+        self.overrun_at: list[float] = []
+        """When their own library discarded messages that they had not read in time."""
         self.site = site
         self._url = url
         self._max_tokens = max_tokens
@@ -79,14 +100,16 @@ class Place:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def open(self) -> None:
-        async def ignore(error: Exception) -> None:
-            """Takes what nats-py would print about a broker that is away."""
+        async def on_error(error: Exception) -> None:
+            """Also takes what nats-py would print about a broker that is away."""
+            if isinstance(error, SlowConsumerError):
+                self.overrun_at.append(time.monotonic())
 
         async def note() -> None:
             self.dropped_at.append(time.monotonic())
 
         await self._bus.connect(
-            self._url, max_reconnect_attempts=-1, reconnect_time_wait=1, error_cb=ignore, disconnected_cb=note
+            self._url, max_reconnect_attempts=-1, reconnect_time_wait=1, error_cb=on_error, disconnected_cb=note
         )
         self._library = await WireClient.connect(self._url)
 
@@ -94,6 +117,13 @@ class Place:
     def library(self) -> WireClient:
         assert self._library is not None
         return self._library
+
+    def trouble_since(self, began_at: float) -> str:
+        """Returns what went wrong in the plain clients themselves, so that they have missed messages; empty if nothing
+        did."""
+        if any(at >= began_at for at in self.dropped_at):
+            return "their own connection broke"
+        return "they discarded unread messages" if any(at >= began_at for at in self.overrun_at) else ""
 
     def run(self, model: str, *, plain: bool, crosses: bool) -> None:
         """Begins a stream, and another one whenever it has ended."""
@@ -112,11 +142,14 @@ class Place:
             self.records.append(record)
             await (self._plain(record) if plain else self._of_library(record))
             record.ended_at = time.monotonic()
+            record.trouble = self.trouble_since(record.began_at) if plain else ""
             if record.end != "length":
                 await asyncio.sleep(_RETRY_S)
 
     async def _of_library(self, record: Record) -> None:
-        stream = self.library.generate(record.model, prompt=_PROMPT, ignore_eos=True, max_tokens=self._max_tokens)
+        stream = self.library.generate(
+            record.model, id=record.request_id, prompt=_PROMPT, ignore_eos=True, max_tokens=self._max_tokens
+        )
         async for chunk in stream:
             if chunk.tokens:
                 record.heard_at.append(time.monotonic())
@@ -133,17 +166,18 @@ class Place:
             if message.data:
                 parts.put_nowait(decoder.decode(message.data))
             else:  # no router is listening
-                parts.put_nowait(_Part(0, 0, "error", {"code": "no_router"}))
+                parts.put_nowait(_Part(0, 0, "error", error={"code": "no_router"}))
 
         inbox = self._bus.new_inbox()
         listening = await self._bus.subscribe(inbox, cb=take)
-        body = {"prompt": _PROMPT, "ignore_eos": True, "max_tokens": self._max_tokens}
+        body = {"id": record.request_id, "prompt": _PROMPT, "ignore_eos": True, "max_tokens": self._max_tokens}
         await self._bus.publish(NAMES.generate(record.model), msgspec.json.encode(body), inbox)
         read_to = 0
         try:
             while not record.end:
                 async with asyncio.timeout(_SILENCE_S):
                     part = await parts.get()
+                record.was_accepted |= bool(part.tokens or part.worker_id)
                 if part.tokens:
                     record.heard_at.append(time.monotonic())
                     record.missing += max(0, part.offset - read_to)
@@ -165,19 +199,20 @@ def told(ran: list[Record], began_at: float) -> list[str]:
 
 def _of(ran: list[Record], *, plain: bool) -> str:
     mine = [one for one in ran if one.is_plain is plain]
-    begun = [one for one in mine if one.heard_at or one.end in ("length", "nothing")]
+    begun = [one for one in mine if one.has_begun]
     refused = [one for one in mine if one not in begun and one.ended_at is not None]
     whole = [one for one in begun if one.end == "length"]
-    ends = collections.Counter(one.end or "still running" for one in begun if one.end != "length")
-    others = ", ".join(f"{count} {end}" for end, count in ends.items())
     text = f"{len(whole)} of {len(begun)} {'plain' if plain else 'library'} streams whole"
-    text += f"; lost: {others}" if others else ""
+    if ends := collections.Counter(one.end or "still running" for one in begun if one.is_lost):
+        text += f"; lost: {', '.join(f'{count} {end}' for end, count in ends.items())}"
+    for trouble, count in collections.Counter(one.trouble for one in begun if one not in whole and one.trouble).items():
+        text += f"; {count} not, since {trouble}"
     if flawed := [one for one in whole if one.missing or one.repeated]:
         missing, repeated = max(one.missing for one in flawed), max(one.repeated for one in flawed)
         text += f"; of the whole ones {len(flawed)} with at most {missing} tokens missing and {repeated} twice"
     if refused:
-        codes = ", ".join(sorted({one.end for one in refused}))
-        text += f"; {len(refused)} refused before their first token ({codes})"
+        codes = ", ".join(sorted({one.trouble or one.end for one in refused}))
+        text += f"; {len(refused)} refused or not answered ({codes})"
     return text
 
 

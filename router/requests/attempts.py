@@ -49,6 +49,8 @@ _RETRY_S = 0.1
 _MAX_TIMEOUT_S = 2.0
 _GIVE_UP_S = 7.5
 """A live worker that has not replied to a drop for this long never will."""
+_MAX_REPEATING = 64
+"""Workers are asked for so many ends at once."""
 _FLUSH_TIMEOUT_S = 5.0
 """A broker that takes longer to answer a ping counts as disconnected."""
 
@@ -95,6 +97,7 @@ class Attempts:
         self._fleet = fleet
         self._flights = flights
         self._router_id = router_id
+        self._repeating = asyncio.Semaphore(_MAX_REPEATING)
         self._log = structlog.get_logger()
 
     def begin(self, flight: Flight, placement: Placement) -> Attempt:
@@ -167,18 +170,31 @@ class Attempts:
         with contextlib.suppress(OutboundBufferLimitError, ConnectionError):
             self._bus.publish(subject, codec.encode(drop))
 
-    def repeat_end(self, flight: Flight, address: subjects.WorkerAddress) -> None:
+    def repeat_end(self, flight: Flight, card: messages.Card) -> None:
         """Asks a worker to publish the end of a request again, of which this router has not heard in time.
 
         Whatever kept the end from this router may have kept it from the client too, such as a link between brokers that
         lost what it had taken. Entries come before their chunks, so the client has no more tokens than were reported
         here; if that is not known, it gets the terminal alone."""
         offset = len(flight.completion) if flight.prompt_ids is not None else limits.MAX_TOKENS
-        body = codec.encode(messages.ResyncRequest(offset=offset), codec.Encoding.JSON)
-        resync = internal.Control(op="resync", request_id=flight.key, body=body)
-        subject = self._names.worker(address.model, address.worker_id, _CONTROL.name)
-        with contextlib.suppress(OutboundBufferLimitError, ConnectionError):
-            self._bus.publish(subject, codec.encode(resync))
+        tasks.background("repeat an end", self._repeat_end(card, flight.key, offset))
+
+    async def _repeat_end(self, card: messages.Card, key: str, offset: int) -> None:
+        """Asks until the worker's answer shows that the link has carried it all: what a worker answers, here to a drop
+        of nothing, is sent behind what it has published. Text that may have arrived is not asked for again."""
+        of_nothing = internal.Control(op="drop", request_id=key, attempt=0)
+        until = time.monotonic() + limits.ENDED_STREAM_TTL_S
+        while time.monotonic() < until:
+            async with self._repeating:
+                with contextlib.suppress(NoRespondersError, OutboundBufferLimitError, OSError, errors.RequestError):
+                    await self._workers.call(card, _CONTROL, of_nothing, _MAX_TIMEOUT_S)
+                    body = codec.encode(messages.ResyncRequest(offset=offset), codec.Encoding.JSON)
+                    resync = internal.Control(op="resync", request_id=key, body=body)
+                    self._workers.publish(card, _CONTROL.name, resync)
+                    offset = limits.MAX_TOKENS
+                    await self._workers.call(card, _CONTROL, of_nothing, _MAX_TIMEOUT_S)
+                    return
+            await asyncio.sleep(_RETRY_S)
 
     def to_run(self, flight: Flight, epoch: str, placement: Placement | None = None) -> internal.Run:
         """Returns the run of a request's current attempt; `placement` is missing while no worker has been chosen."""

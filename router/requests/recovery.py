@@ -171,10 +171,10 @@ class Recovery:
                 self._apply_guardian(flight, one.router_id)
             elif (end := ends.get(flight.key)) is not None:
                 flight.end = end
-                self._attempts.repeat_end(flight, address)
+                self._attempts.repeat_end(flight, worker.card)
                 self._finish(flight, address.worker_id)
             elif flight.accepted_at < snapshot.requested_at:  # it may have had another guardian in the end
-                self._attempts.repeat_end(flight, address)
+                self._attempts.repeat_end(flight, worker.card)
                 self._lifecycle.forget(flight, BY_WORKER)
             else:
                 # Accepted after the snapshot, or accepted before it and already ended: only another snapshot can tell.
@@ -184,7 +184,7 @@ class Recovery:
             end = None if flight.key in snapshot.running else ends.get(flight.key)
             if end is not None and flight.has_new_tokens and _is_sent_to(flight, worker):
                 flight.end = end
-                self._attempts.repeat_end(flight, address)
+                self._attempts.repeat_end(flight, worker.card)
                 self._finish(flight, address.worker_id)
 
     def _finish(self, flight: Flight, worker_id: str) -> None:

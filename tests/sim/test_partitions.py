@@ -193,6 +193,36 @@ def test_a_simple_client_gets_an_end_that_was_lost_on_a_link_without_a_notice(st
         sites.close()
 
 
+@pytest.mark.parametrize("is_asked", [False, True], ids=["the router's message is lost", "the end is lost again"])
+def test_an_end_that_a_link_has_lost_is_published_until_it_has_crossed(is_asked: bool) -> None:
+    """The link fails again, too shortly for anybody to notice, just when the end is to be repeated."""
+    sites = Sites(1, 0.02, 0)
+    try:
+        sites.simple[0].ask(10, seed=7)
+        sites.world.run(0.4)
+        sites.bridge.vanish(1.2, 0.5)
+        sites.world.run(1.2)
+        (asked,) = sites.simple[0].asked
+        assert asked.terminal is None
+        at = sites.brokers[is_asked]
+
+        def fail(sender: Link, subject: str, payload: bytes) -> None:
+            if b'"finish_reason":"length"' in payload if is_asked else b"resync" in payload:
+                at.before_routing = lambda *_: None
+                sites.bridge.vanish(0.3, 0.2)
+
+        at.before_routing = fail
+        sites.world.run_until(lambda: sites.bridge.swallows, timeout_s=9.0)
+        sites.world.run(0.5)
+        assert asked.terminal is None
+        sites.world.run(4.0)
+        assert asked.terminal is not None
+        assert asked.terminal.finish_reason == "length"
+        sites.end()
+    finally:
+        sites.close()
+
+
 @pytest.mark.parametrize("vanish_s", [1.2, 2.6])
 def test_a_stream_whose_last_step_was_on_the_link_when_that_failed_outlives_it(vanish_s: float) -> None:
     """The router has the entry with the step's tokens, and not the seal behind its chunks."""
