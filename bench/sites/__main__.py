@@ -273,8 +273,10 @@ def main() -> None:
     parser.add_argument("--cuts", type=float, nargs="+", default=[1.5, 5.0, 30.0])
     parser.add_argument("--logs", type=Path, help="folder in which the logs are kept (they are not)")
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
-    with contextlib.suppress(asyncio.CancelledError):
+    try:
         asyncio.run(measure(parser.parse_args()))
+    except asyncio.CancelledError:
+        raise SystemExit(128 + signal.SIGTERM) from None
 
 
 if __name__ == "__main__":

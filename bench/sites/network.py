@@ -108,7 +108,9 @@ def network(names: Sequence[str]) -> Iterator[Network]:
     try:
         devices += map(_open, sites)
         command = [sys.executable, "-m", "bench.sites.cables", *map(str, devices)]
-        cables = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=devices, preexec_fn=end_with_parent)
+        cables = subprocess.Popen(
+            command, stdin=subprocess.PIPE, pass_fds=devices, start_new_session=True, preexec_fn=end_with_parent
+        )
         yield Network(sites, cables)
     finally:
         if cables is not None:

@@ -23,6 +23,7 @@ NAMES = subjects.Subjects()
 _SILENCE_S = 90.0
 """After which a plain client has no hope of an end."""
 _RETRY_S = 0.2
+_STANDSTILL_S = 1.0
 _PROMPT = "Once upon a time"
 
 
@@ -98,6 +99,7 @@ class Place:
         self._bus = Nats()
         self._library: WireClient | None = None
         self._tasks: list[asyncio.Task[None]] = []
+        self._stood_still_until = 0.0
 
     async def open(self) -> None:
         async def on_error(error: Exception) -> None:
@@ -112,15 +114,28 @@ class Place:
             self._url, max_reconnect_attempts=-1, reconnect_time_wait=1, error_cb=on_error, disconnected_cb=note
         )
         self._library = await WireClient.connect(self._url)
+        self._tasks.append(asyncio.create_task(self._watch()))
+
+    async def _watch(self) -> None:
+        """Notes when this process itself has stood still, so that brokers drop its connections."""
+        while True:
+            began = time.monotonic()
+            await asyncio.sleep(0.1)
+            if time.monotonic() - began >= _STANDSTILL_S:
+                self._stood_still_until = time.monotonic()
 
     @property
     def library(self) -> WireClient:
         assert self._library is not None
         return self._library
 
-    def trouble_since(self, began_at: float) -> str:
-        """Returns what went wrong in the plain clients themselves, so that they have missed messages; empty if nothing
-        did."""
+    def trouble_since(self, began_at: float, *, plain: bool) -> str:
+        """Returns what went wrong in the clients themselves, so that they have missed messages; empty if nothing did.
+        The library makes up for anything but being away for so long that it counts as gone."""
+        if self._stood_still_until >= began_at:
+            return "the bench itself stood still"
+        if not plain:
+            return ""
         if any(at >= began_at for at in self.dropped_at):
             return "their own connection broke"
         return "they discarded unread messages" if any(at >= began_at for at in self.overrun_at) else ""
@@ -142,7 +157,7 @@ class Place:
             self.records.append(record)
             await (self._plain(record) if plain else self._of_library(record))
             record.ended_at = time.monotonic()
-            record.trouble = self.trouble_since(record.began_at) if plain else ""
+            record.trouble = self.trouble_since(record.began_at, plain=plain)
             if record.end != "length":
                 await asyncio.sleep(_RETRY_S)
 
