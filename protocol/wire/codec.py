@@ -76,9 +76,13 @@ def _field_names(message_type: Any, path: str) -> list[str]:
     return [field.encode_name for one in structs for field in one.fields]
 
 
+_type_info = functools.cache(inspect.type_info)
+"""To inspect a message's type takes milliseconds, which every wrong message would cost again."""
+
+
 def _types_at(message_type: Any, path: str) -> list[inspect.Type]:
     """Returns the types that the value at a path may have."""
-    nodes = [inspect.type_info(message_type)]
+    nodes = [_type_info(message_type)]
     for part in _PART.findall(path):
         nodes = [child for node in nodes for one in _members(node) for child in _children(one, part)]
     return [one for node in nodes for one in _members(node)]

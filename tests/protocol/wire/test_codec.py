@@ -439,3 +439,12 @@ def test_a_refusal_of_a_key_names_the_field_that_holds_it() -> None:
 def test_a_sender_can_not_write_the_path_in_a_refusal() -> None:
     error = refused({"response_format": {"type": "x - at `$.prompt"}}, Encoding.JSON)
     assert error.param == "response_format.type"
+
+
+def test_a_type_is_inspected_once_for_all_messages_that_are_wrong() -> None:
+    wrong = b'{"prompt": "x", "tool_choice": 5}'
+    codec._type_info.cache_clear()
+    for _ in range(3):
+        with pytest.raises(errors.RequestError):
+            GENERATE.decode(wrong, Encoding.JSON)
+    assert codec._type_info.cache_info().misses == 1
