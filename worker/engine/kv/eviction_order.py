@@ -77,5 +77,9 @@ class EvictionOrder:
 
     def remove(self, block: Block) -> bool:
         """Removes a block; returns whether it was here."""
-        # the value of every entry is None
-        return any(queue.pop(block, 1) is None for queue in (self._once, self._continued, self._kept))
+        # the value of every entry is None; a loop over the three takes three times as long
+        return (
+            self._once.pop(block, 1) is None
+            or self._continued.pop(block, 1) is None
+            or self._kept.pop(block, 1) is None
+        )
