@@ -85,7 +85,8 @@ async def test_a_model_is_loaded_unloaded_and_drained_through_the_page(page: Any
     await page.get_by_label("Choose worker-1 of one").check()
     await page.get_by_role("button", name="Unload…", exact=True).click()
     dialog = page.get_by_role("dialog")
-    assert "1 worker of one: 0 streams run there now. 1 other worker of one can take them." in await dialog.inner_text()
+    cut = "worker-1 of one: 0 streams running and 0 waiting there now. 1 other worker of one can take them."
+    assert cut in await dialog.inner_text()
     await check_accessibility(page)
     await page.keyboard.press("Escape")
     await sees(page, "operate", r"worker-1\s+one\s+ready")

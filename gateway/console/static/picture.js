@@ -1,7 +1,7 @@
 // The picture of the fleet that the page puts together from the gateway's events, and what happens in it.
 
 const MAX_EVENTS = 200;
-const SETTLE_MS = 2000; // a gateway that nobody has looked at gets to know its fleet in this time: nothing happens then
+const SETTLE_MS = 2000; // within which a gateway that nobody has looked at gets to know its fleet: these workers have not joined now
 
 export class Picture {
   constructor() {
@@ -19,7 +19,7 @@ export class Picture {
   apply(event) {
     if (!event.whole && event.seq !== this.seq + 1) return false;
     if (this.seq < 0) this.firstAt = event.at_ms;
-    const isFirst = this.seq < 0 || event.at_ms - this.firstAt < SETTLE_MS;
+    const isFirst = this.seq < 0 || (!this.workers.size && event.at_ms - this.firstAt < SETTLE_MS);
     this.seq = event.seq;
     this.at = event.at_ms;
     this.problem = event.problem;

@@ -5,7 +5,7 @@ import {onPicture, picture} from "./live.js";
 import {ask, me} from "./session.js";
 
 const REFRESH_MS = 2000;
-const MOST = 500; // requests that are asked for
+const MOST = 200; // requests that are asked for at a time, as many as a router tells of
 const KINDS = {
   held: "waits for a worker of its model", tokenize: "prompt is tokenized", queue: "waits until a worker has room",
   accept: "is sent to the worker", refused: "is refused", worker_queue: "waits at the worker", prefill: "prompt is computed",
