@@ -16,7 +16,7 @@ READY := .venv/.ready
 unexport PYTHONDONTWRITEBYTECODE
 SPREAD := --forks=4 --ignore tests/laws
 
-.PHONY: up install test test-long durations check conformance console-check hostile chaos test-upgrade test-versions device-check architectures architectures-check format bench demo-model dashboards rules site release help clean
+.PHONY: up install test test-long durations check conformance console-check hostile chaos test-upgrade test-versions device-check soak architectures architectures-check format bench demo-model dashboards rules site release help clean
 
 up: $(PRODUCT) ## run broker, router, two workers and gateway
 	@$(BIN)/tokenbus up $(ARGS)
@@ -63,6 +63,11 @@ console-check: $(READY) ## the console in a real browser
 chaos: $(READY) ## an hour of faults under load
 	$(BIN)/python -m tests.chaos run --minutes $(MINUTES) $(if $(KIND),--kind $(KIND)) $(if $(RUNS),--runs $(RUNS)) \
 	  $(if $(SEEDS),--seeds $(SEEDS)); status=$$?; $(BIN)/python -m tests.chaos report && exit $$status
+
+# Mixed load for an hour, or MINUTES=20. Fails if the memory of a process grows after the first minutes, or if it is left
+# with more descriptors, threads or tasks.
+soak: $(READY) ## an hour of mixed load, in which nothing grows
+	$(BIN)/python -m bench.serving.soak --minutes $(MINUTES) $(ARGS)
 
 # This version and another one side by side, in every mixture of workers, routers and gateways, under streams that must
 # not be cut: OLD=v0.2.0, or any commit.

@@ -1,5 +1,6 @@
 """The HTTP server of the status page."""
 
+import asyncio
 import inspect
 import os
 import socket
@@ -49,6 +50,7 @@ def make_server(
                 "pid": os.getpid(),
                 "uptime_s": round(time.monotonic() - began_at, 1),
                 "resident_bytes": memory.resident_bytes(),
+                "tasks": len(asyncio.all_tasks()),
                 **describe(),
             }
         )

@@ -17,7 +17,9 @@ from tokenbus.router.telemetry.metrics import RouterMetrics
 
 _MAX_KEY_CHARS = 256
 _MAX_ENDED = 4_096
-"""Terminals that are kept."""
+"""Terminals that are kept; fewer if they are large, as the last words of a worker may be."""
+_OBJECT_GROWTH = 4
+"""Bytes of memory for each byte of a terminal's message."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -36,7 +38,7 @@ class TerminalPublisher:
         self._replies = replies
         self._router_id = router_id
         self._metrics = metrics
-        self._sent: TTLCache[_SentTerminal] = TTLCache(limits.ENDED_STREAM_TTL_S, _MAX_ENDED)
+        self._sent: TTLCache[_SentTerminal] = TTLCache(limits.ENDED_STREAM_TTL_S, limits.MAX_ENDED_STREAM_BYTES)
         self._log = structlog.get_logger()
 
     def refuse(self, reply: str, encoding: codec.Encoding, request_id: str, key: str, error: errors.Error) -> None:
@@ -125,16 +127,21 @@ class TerminalPublisher:
         return sent is not None
 
     def _send(self, flight: Flight, terminal: messages.Chunk) -> None:
-        self._publish(flight.reply, flight.encoding, terminal)
+        size = self._publish(flight.reply, flight.encoding, terminal)
+        weight = max(_OBJECT_GROWTH * size, limits.MAX_ENDED_STREAM_BYTES // _MAX_ENDED)
         now = time.monotonic()
-        self._sent.put(flight.key, _SentTerminal(flight.reply, flight.encoding, terminal, now), now)
+        kept = _SentTerminal(flight.reply, flight.encoding, terminal, now)
+        self._sent.put(flight.key, kept, now, min(weight, limits.MAX_ENDED_STREAM_BYTES))
 
-    def _publish(self, reply: str, encoding: codec.Encoding, chunk: messages.Chunk) -> None:
+    def _publish(self, reply: str, encoding: codec.Encoding, chunk: messages.Chunk) -> int:
+        """Publishes a terminal and returns the size of its message."""
         headers = codec.error_headers(chunk.error) if chunk.error else None
+        payload = codec.encode(chunk, encoding)
         try:
-            self._replies.send(reply, codec.encode(chunk, encoding), headers)
+            self._replies.send(reply, payload, headers)
         except PayloadTooLargeError as error:
             self._log.error("terminal_not_sent", request_id=chunk.id, error=str(error))
+        return len(payload)
 
 
 def _ms(seconds: float) -> float:

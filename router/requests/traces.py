@@ -17,6 +17,8 @@ from tokenbus.router.requests.flights.way import Way
 MAX_ENDS = 4_096
 """Requests that have ended and are remembered."""
 _DEFAULT_LIMIT = 50
+_MAX_GAPS = 14
+"""Counts in `gaps`; further ones are not a worker's."""
 
 
 class _End(NamedTuple):
@@ -84,7 +86,7 @@ class RequestTraces:
             "" if code is None else code,
             tokens,
             flight.completion.first_token,
-            flight.end,
+            _kept(flight.end),
         )
         self._ends.append(end)
         if len(self._ends) > self._capacity:
@@ -138,6 +140,11 @@ class RequestTraces:
                 continue
             if _waited_s(end.way, end.received_at, end.ended_at, end.times) > slower_than_s:
                 yield _of_end(end, now, unix_now)
+
+
+def _kept(end: internal.StreamEnd | None) -> internal.StreamEnd | None:
+    """Returns what is kept of a worker's report: no text, which a worker may make long."""
+    return None if end is None else codec.replace(end, id="", router_id="", code="", gaps=end.gaps[:_MAX_GAPS])
 
 
 def _waited_s(way: Way, received_at: float, ended_at: float, times: tuple[float, float] | None) -> float:

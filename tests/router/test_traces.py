@@ -150,3 +150,20 @@ def test_a_request_that_many_workers_refuse_keeps_its_first_and_last_steps() -> 
     policies = [one.policy for one in way.attempts(0.0)]
     assert len(policies) == MAX_STEPS
     assert (policies[0], policies[-1]) == ("policy 0", f"policy {3 * MAX_STEPS - 1}")
+
+
+def test_a_trace_keeps_nothing_long_of_what_a_worker_reports() -> None:
+    bed, one = Testbed(), flight("r1")
+    one.end = internal.StreamEnd(
+        id=one.key,
+        router_id="router-1",
+        finish_reason=messages.FinishReason.STOP,
+        code="x" * 100_000,
+        completion_tokens=9,
+        gaps=GAPS + [1] * 100_000,
+    )
+    bed.ends.tell_ended_by_worker(one)
+    (kept,) = bed.traces._ends
+    assert kept.end is not None
+    assert len(codec.encode(kept.end)) < 1_000
+    assert bed.find()[0].gaps == GAPS

@@ -32,7 +32,7 @@ class Outbox:
         """The chunks to publish, in order, and the messages that carry them."""
         self._sampled: list[SampledTokens] = []
         """The tokens to announce; each item holds as many as fit in one entry of the event log."""
-        self.on_ended: Callable[[WorkerStream], None] = lambda stream: None
+        self.on_ended: Callable[[WorkerStream, int], None] = lambda stream, terminal_bytes: None
         """Called with a stream whose terminal has been published. Its engine request may still be open: a stream also
         ends when one of its chunks does not fit in a message."""
 
@@ -148,18 +148,18 @@ class Outbox:
             return True
         self._replace_too_large()
         chunks = [outgoing for _, _, outgoing in self._waiting]
-        ended = [(stream, chunk) for stream, chunk, _ in self._waiting if chunk.finish_reason is not None]
+        ended = [entry for entry in self._waiting if entry[1].finish_reason is not None]
         ends = NO_ENDS
         if ended:
-            failed = [stream.key for stream, terminal in ended if has_failed(terminal)]
-            reports = [stream.end_report(terminal) for stream, terminal in ended]
-            ends = Ends([stream.key for stream, _ in ended], failed, reports)
+            failed = [stream.key for stream, terminal, _ in ended if has_failed(terminal)]
+            reports = [stream.end_report(terminal) for stream, terminal, _ in ended]
+            ends = Ends([stream.key for stream, *_ in ended], failed, reports)
         if not self._announcer.publish_step(self._sampled, chunks, ends):
             return False
         self._waiting, self._sampled = [], []
-        for stream, terminal in ended:
+        for stream, terminal, outgoing in ended:
             self._telemetry.finished(stream, terminal)
-            self.on_ended(stream)
+            self.on_ended(stream, len(outgoing.payload))
         return True
 
     @property

@@ -192,7 +192,14 @@ class WorkerStream:
     def memory_bytes(self) -> int:
         """The approximate memory, in bytes, that the stream takes once it has ended."""
         scores = 0 if self._prompt_scores is None else self._prompt_scores.memory_bytes
-        return 2_048 + self._replay_buffer.memory_bytes + scores
+        return 4_096 + self._replay_buffer.memory_bytes + scores
+
+    def shed(self) -> None:
+        """Lets go of all that is not needed to replay the stream once it has ended, such as tools and constraints."""
+        asked = self.run.params
+        kept = GenerationParams(stream=asked.stream, logprobs=asked.logprobs, return_token_ids=asked.return_token_ids)
+        self.run = codec.replace(self.run, token_ids=b"", params=kept, routing=None, routing_options=None)
+        self.last_words, self.span = None, tracing.NOOP_SPAN
 
     def head(self, progress: messages.Progress | UnsetType = UNSET) -> messages.Chunk | None:
         """Returns an empty chunk at the current offset, or None if the client is to get only a terminal."""

@@ -35,6 +35,7 @@ from tokenbus.worker.streams.run_request import sampling_report, to_engine_reque
 from tokenbus.worker.streams.stranded import StrandedStreams
 from tokenbus.worker.streams.stream import WorkerStream
 
+_GROWTH = 5  # bytes of memory for each byte of a message that is full of log probabilities
 _MAX_TAKEN_BYTES = 32 * 1024 * 1024
 
 
@@ -191,8 +192,8 @@ class Streams:
         if is_leaving and stream.last_words is not None:
             room_bytes = self._outbox.room_bytes
             reply = codec.replace(reply, last_words=stream.say_last_words(stream.last_words, room_bytes))
-            size += stream.memory_bytes
-        self._taken.put(name, reply, now, size)
+            size += _GROWTH * len(codec.encode(reply))
+        self._taken.put(name, reply, now, min(size, _MAX_TAKEN_BYTES))
         self._announcer.log.taken.append(stream.key)
         self._announcer.publish_events()
         return reply
@@ -416,12 +417,12 @@ class Streams:
                 raise errors.request_error(errors.Code.INTERNAL) from None
             self._outbox.fail(stream)
 
-    def _close(self, stream: WorkerStream) -> None:
+    def _close(self, stream: WorkerStream, terminal_bytes: int) -> None:
         """Keeps a stream that has ended for a while, so that its client can ask for lost chunks."""
         self._forget(stream)
-        stream.run = codec.replace(stream.run, token_ids=b"")  # the rest is small
+        stream.shed()
         now = time.monotonic()
-        self._ended.put(stream.key, stream, now, stream.memory_bytes)
+        self._ended.put(stream.key, stream, now, stream.memory_bytes + _GROWTH * terminal_bytes)
         self.ended_guardians[stream.guardian or ""] = now
         # it may have ended only here, and the engine would continue
         if self._engine is not None:

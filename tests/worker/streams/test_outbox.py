@@ -40,7 +40,7 @@ class Sender:
         telemetry = StreamTelemetry(metrics, tracing.NoopTracer(), "demo", "w1")
         self.outbox = Outbox(self.bus, self.announcer, telemetry)  # type: ignore[arg-type]
         self.ended: list[WorkerStream] = []
-        self.outbox.on_ended = self.ended.append
+        self.outbox.on_ended = lambda stream, terminal_bytes: self.ended.append(stream)
         self.announcer.engine_started(Serving(thread_engine(lambda _: ArithmeticRunner()), make_config()))
         self.bus.take()
 

@@ -369,3 +369,14 @@ def test_resumed_tokens_are_in_a_snapshot() -> None:
 def test_a_new_stream_has_sent_no_token() -> None:
     new = stream()
     assert (new.key, new.first_token_sent, new.last_chunk_at, new.cancel_error) == ("acme:r-1", False, 5.0, None)
+
+
+def test_an_ended_stream_can_be_replayed_without_the_tools_and_constraints_of_its_request() -> None:
+    tool = {"type": "function", "function": {"name": "f", "description": "long " * 10_000}}
+    one = stream(stream=True, return_token_ids=True, tools=[tool], regex="a" * 10_000, stop=["x" * 1_000])
+    made(one, output("a", 1))
+    made(one, terminal("b", 3))
+    before = [codec.encode(chunk) for chunk in one.replay(0, 1 << 20)]
+    one.shed()
+    assert [codec.encode(chunk) for chunk in one.replay(0, 1 << 20)] == before
+    assert len(codec.encode(one.run)) < 500
