@@ -84,6 +84,7 @@ class VirtualWorker:
         """The numbers of the sequences that wait for blocks."""
         self._queued_tokens: dict[int, int] = {}
         """Prompt tokens expected to be computed, of sequences that have not started."""
+        self._unstarted: dict[int, Sequence] = {}
         self._remote_prefills: dict[int, Callable[[float], None]] = {}
         """The workers waiting for the prompts that this one computes for others, by the number of the sequence."""
         self._num_awaited = 0
@@ -197,6 +198,7 @@ class VirtualWorker:
             priority=request.priority,
             arrived_at=now,
         )
+        self._unstarted[number] = sequence
         key = self._keys[number] = request.key(number)
         return sequence, internal.Started(id=key, stream_no=number, attempt=1, prompt_tokens=request.prompt_tokens)
 
@@ -214,6 +216,7 @@ class VirtualWorker:
         )
         self._remote_prefills[number] = on_computed
         self._queued_tokens[number] = remote_prefill.num_prompt
+        self._unstarted[number] = remote_prefill
         self._scheduler.add(remote_prefill)
         self._publish(now, remote_prefills=[key])
         if self._plan is None:
@@ -282,6 +285,7 @@ class VirtualWorker:
         self._plan = self._scheduler.schedule(budget)
         for sequence in self._plan.started:
             self._queued_tokens.pop(sequence.seq_no, None)
+            del self._unstarted[sequence.seq_no]
         assert self._plan.scheduled, self
         self._step_began_at = now
         step_ms = plan_ms(self._plan, self._timing, self._capacity_tokens)
@@ -346,6 +350,10 @@ class VirtualWorker:
             self._publish(at)
         return at
 
+    def _unstarted_blocks(self, answer_tokens: int) -> int:
+        tokens = [one.num_prompt + min(one.sampling.max_tokens, answer_tokens) for one in self._unstarted.values()]
+        return sum(-(-one // self._settings.block_size) for one in tokens)
+
     def _publish(
         self,
         now: float,
@@ -355,11 +363,12 @@ class VirtualWorker:
         remote_prefills: list[str] | None = None,
     ) -> None:
         load = self._scheduler.load()
-        if self._queued_tokens or self._num_awaited:
+        if self._unstarted:
             load = codec.replace(
                 load,
                 waiting=load.waiting + len(self._fetching) + self._num_awaited,
                 queued_prefill_tokens=load.queued_prefill_tokens + sum(self._queued_tokens.values()),
+                expected_blocks=load.expected_blocks + self._unstarted_blocks(load.expected_answer_tokens),
             )
         removed, stored = self._pool.prefixes.take_events()
         entry = internal.Events(

@@ -45,7 +45,7 @@ class TraceAttempt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     most_held_tokens: int = 0
     """The most of them that any of the candidates was expected to hold."""
     wait_ms: float = 0.0
-    """The time after which it was expected to begin to compute the prompt."""
+    """The time after which it was expected to begin to compute the prompt, waits for a place and KV memory included."""
     fetch_from: str = ""
     """Name of the worker from which it was told to fetch blocks; empty if it was not."""
     fetch_tokens: int = 0

@@ -6,6 +6,7 @@ soon hold, the policy's costs, the lowest cost. The request is booked in the sam
 together see each other."""
 
 import itertools
+import math
 import random
 from collections.abc import Collection, Sequence
 
@@ -192,9 +193,9 @@ class ModelWorkers:
         overlap_blocks = int(overlap[worker.row])
         if prefix is not None:
             self._count_wait(prefix, view, at, most_held - overlap_blocks)
-        self.book(worker, request, now, overlap_blocks, source)
-        found = len(rows), most_held, float(view.wait_s[at])
-        return Placement(worker, policy.name, overlap_blocks, report, *source, *found)
+        wait_s = float(view.wait_s[at]) + self._room_wait_s(request, view, at)
+        self.book(worker, request, now, overlap_blocks, source)  # changes the columns of the view
+        return Placement(worker, policy.name, overlap_blocks, report, *source, len(rows), most_held, wait_s)
 
     def book(
         self,
@@ -355,6 +356,23 @@ class ModelWorkers:
         held_tokens, distance_s = held_blocks * columns[_BLOCK_SIZE], self._distances.in_seconds(rows)
         times = self._step_times.times
         return View(request.num_tokens, times, held_tokens, waited_s, session, None, distance_s, *columns[_BLOCK_SIZE:])
+
+    def _room_wait_s(self, request: PlacementRequest, view: View, at: int) -> float:
+        """Returns how long a request is expected to wait for a place and for KV memory at a candidate.
+
+        That is Little's law: while one stream lives, as many end as the worker can have at once, so that one ends after
+        this share of a life. The request waits for as many as have the places, or the memory, that it lacks."""
+        waiting, free_tokens = float(view.waiting_requests[at]), float(view.free_tokens[at])
+        lacking_tokens = request.num_tokens + request.answer_tokens - float(view.overlap_tokens[at]) - free_tokens
+        if lacking_tokens <= 0.0 and waiting <= 0.0:
+            return 0.0
+        lives = waiting / max(1.0, float(view.max_num_seqs[at]))
+        if lacking_tokens > 0.0:
+            total_tokens = float(view.total_blocks[at] * view.block_size[at])
+            tokens_each = max(1.0, (total_tokens - free_tokens) / max(1.0, float(view.requests[at])))
+            lives = max(lives, math.ceil(lacking_tokens / tokens_each) * tokens_each / total_tokens)
+        life_s = self.expected_answer_tokens(None) * view.times.decode_step_s * float(view.decode_slowdown[at])
+        return lives * life_s
 
     def _count_wait(self, last_hash: int, view: View, at: int, copied_blocks: int) -> None:
         """Counts what a request waits at the chosen candidate because idle ones don't hold its prefix, or the time that

@@ -102,7 +102,8 @@ class Placement(NamedTuple):
     most_held_blocks: int = 0
     """The most leading blocks of the prompt that any of them holds or is predicted to hold."""
     wait_s: float = 0.0
-    """The time after which the chosen one is expected to begin to compute the prompt."""
+    """The time after which the chosen one is expected to begin to compute the prompt, waits for a place and KV
+    memory included."""
 
     @property
     def has_remote_prefill(self) -> bool:

@@ -5,8 +5,8 @@ Choosing among a thousand workers costs little more than among ten: a few numpy 
 Most numbers come from a worker itself. Some are derived here. *Utilization* is a worker's recent work as a share of
 the most it has ever done: 0 when idle, near 1 at its usual peak. It spreads requests that arrive one by one, whose load
 is gone before the next arrives. *Slowdown* compares its speed with the fastest worker's, in powers of two, so that
-small differences don't decide. *Wait* is the time until it would begin to compute another prompt. *Last chosen* orders
-the workers by when they got their last request."""
+small differences don't decide. *Wait* is the time until it would begin to compute another prompt that has a place and
+memory. *Last chosen* orders the workers by when they got their last request."""
 
 import math
 from typing import NamedTuple

@@ -116,6 +116,8 @@ class StepTimesFit:
         """Learns from a step of a worker that takes `slowdown` times as long as the fastest."""
         seconds, tokens = sample.seconds / slowdown, sample.prompt_tokens
         if not tokens:
+            if self._decode.count >= _MIN_SAMPLES:
+                seconds = min(seconds, _MAX_STEP_RATIO * self._decode.value)
             self._decode.add(seconds, _STEP_WEIGHT)
             return
         if self._count >= _MIN_SAMPLES:
@@ -151,7 +153,7 @@ class Speed:
         self._prefill = _Window()
         self._itl = _Window()
         self._step_s = 0.0
-        """Time since the last event that followed the end of a step, while prompts were queued."""
+        """Time since the last event that followed the end of a step, while the worker was busy."""
 
     def __repr__(self) -> str:
         return f"<Speed {self.prefill_s_per_token:.6f} s, {self.itl_s:.4f} s>"
@@ -176,21 +178,25 @@ class Speed:
         them, if there is just one.
 
         They are informative only if the worker was busy all the time in between: with prompts still queued at the first
-        event, or with streams alone. Events in the middle of a step, such as heartbeats, show no tokens yet: their time
-        counts towards those of the next one."""
+        event, or with streams. Events in the middle of a step, such as heartbeats and accepts, show no tokens yet:
+        their time counts towards those of the next one.
+
+        A step of streams alone computes as many tokens as it samples, and one with prompts more. So steps of streams
+        are recognized beside prompts that wait for memory or a place."""
         computed = after.computed_tokens - before.computed_tokens
         generated = after.generated_tokens - before.generated_tokens
-        if before.queued_prefill_tokens and not computed:
+        queued = before.queued_prefill_tokens or after.queued_prefill_tokens
+        if (before.queued_prefill_tokens or before.running) and not computed and not generated:
             self._step_s += seconds
             return None
         seconds, self._step_s = seconds + self._step_s, 0.0
-        if before.queued_prefill_tokens > after.queued_prefill_tokens and computed > 0:
-            self._prefill.add(seconds, 1.0, computed)
-            return StepSample(seconds, computed)
-        if not before.queued_prefill_tokens and not after.queued_prefill_tokens and generated > 0 and before.running:
+        if generated > 0 and before.running and (computed == generated or not queued):
             # each running stream got its share of the tokens: time per token, times streams
             self._itl.add(seconds, before.running, generated)
             return StepSample(seconds * before.running / generated)
+        if before.queued_prefill_tokens > after.queued_prefill_tokens and computed > 0:
+            self._prefill.add(seconds, 1.0, computed)
+            return StepSample(seconds, computed)
         return None
 
 

@@ -220,8 +220,18 @@ class EngineClient:
         # the engine's own counts are as old as its last report, and are about what it has started
         waiting = max(0, len(self._sequences) - self._load.running)
         queued = self._load.queued_prefill_tokens + self._sequences.queued_tokens
+        expected = self._load.expected_blocks
+        if self._config is not None:
+            size = self._config.kv_block_size
+            expected += self._sequences.expected_blocks(self._load.expected_answer_tokens, size)
         age_ms = self._watchdog.age_s(time.monotonic()) * 1e3 if self._sequences.num_computing else 0.0
-        return codec.replace(self._load, waiting=waiting, queued_prefill_tokens=queued, step_age_ms=age_ms)
+        return codec.replace(
+            self._load,
+            waiting=waiting,
+            queued_prefill_tokens=queued,
+            expected_blocks=expected,
+            step_age_ms=age_ms,
+        )
 
     def check_step(self, now: float, gap_s: float, timeout_s: float) -> None:
         """Kills the engine if its step will never end; call it a few times a second, `gap_s` after the last call.

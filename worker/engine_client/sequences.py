@@ -93,6 +93,16 @@ class OpenSequences:
         """Prompt tokens that the engine is expected to compute, of sequences that it has not started."""
         return sum(self._queued_tokens.values())
 
+    def expected_blocks(self, answer_tokens: int, block_size: int) -> int:
+        """Returns the KV blocks that sequences which the engine has not started are expected to use before they end,
+        if answers have `answer_tokens`."""
+        found = 0
+        for number in self._queued_tokens:
+            generation = self._generations[number]
+            num_prompt, most = len(generation.request.token_ids), generation.request.sampling.max_tokens
+            found += -(-(num_prompt + min(most, len(generation.sampled) + answer_tokens)) // block_size)
+        return found
+
     @property
     def held_adapters(self) -> set[str]:
         """The digests of the adapters of sequences that the engine does not have yet."""

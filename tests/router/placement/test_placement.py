@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.router.builders import at, card, events, known, stored
-from tokenbus.protocol.wire import messages
+from tokenbus.protocol.wire import codec, messages
 from tokenbus.router.fleet.fleet import Fleet
 from tokenbus.router.placement.placement import NoWorker, Placement, PlacementOptions, PlacementRequest
 from tokenbus.router.placement.policies import (
@@ -231,6 +231,32 @@ def test_an_overloaded_worker_gets_no_more_for_the_prefix_that_it_holds() -> Non
     busy = messages.Load(running=1, queued_prefill_tokens=1_000)
     fleet.apply_events("demo", events("w0", seq=1, load=busy), 0.0)
     assert chosen(fleet).worker.card.worker_id == "w1"
+
+
+FULL = messages.Load(running=2, used_blocks=60, expected_blocks=100, expected_answer_tokens=200)
+"""Streams live for 4 s, as a decode step counts as 20 ms, and take all memory."""
+TO_STEP_S = 1.5 * 0.02
+"""A prompt waits this long for streams in any case."""
+
+
+@pytest.mark.parametrize(
+    ("load", "wait_s"),
+    [
+        (FULL, 4.0 * 1 / 2),  # one of two streams has to end, however little is lacking
+        (codec.replace(FULL, expected_blocks=90), 4.0 * 0.9 / 2),
+        (codec.replace(FULL, expected_blocks=89), 0.0),
+        (codec.replace(FULL, expected_blocks=150), 4.0 * 1.5 / 2),  # two of them have more than fits
+        (codec.replace(FULL, expected_blocks=0, running=8, waiting=3), 4.0 * 4 / 8),
+        (codec.replace(FULL, running=8, waiting=3), 4.0 * 4 / 8),
+        (codec.replace(FULL, expected_blocks=0, running=7), 0.0),
+    ],
+)
+def test_the_forecast_is_that_places_and_memory_come_free_while_streams_live(
+    load: messages.Load, wait_s: float
+) -> None:
+    fleet = fleet_with_blocks(0)
+    fleet.apply_events("demo", events("w0", seq=1, load=load), 0.0)
+    assert chosen(fleet).wait_s == pytest.approx(TO_STEP_S + wait_s)
 
 
 def test_a_prefix_that_all_requests_share_does_not_send_them_all_to_one_worker() -> None:

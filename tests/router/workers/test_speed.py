@@ -5,7 +5,7 @@ import functools
 import pytest
 
 from tests.router.builders import card
-from tokenbus.protocol.wire import messages
+from tokenbus.protocol.wire import codec, messages
 from tokenbus.router.fleet.stats import DecisionStats
 from tokenbus.router.placement.placement import Placement
 from tokenbus.router.workers.speed import Speed, StepSample, StepTimes, StepTimesFit
@@ -97,6 +97,48 @@ def test_time_in_which_nothing_was_queued_is_nobodys() -> None:
     assert speed.prefill_s_per_token == pytest.approx(0.004)
 
 
+WAITING = {"running": 2, "waiting": 9, "queued_prefill_tokens": 60_000}
+"""The load of a worker with two streams and prompts that have no room."""
+
+
+def decoded(steps: int) -> messages.Load:
+    """Returns its load after that many steps of the streams."""
+    return messages.Load(**WAITING, computed_tokens=7_000 + 2 * steps, generated_tokens=2 * steps)
+
+
+def test_streams_show_their_latency_however_many_prompts_wait_for_room() -> None:
+    speed = Speed()
+    for step in range(60):
+        assert speed.observe_loads(decoded(step), decoded(step + 1), 0.05) == StepSample(0.05)
+    assert speed.itl_s == pytest.approx(0.05)
+    assert speed.prefill_s_per_token == 0.0
+
+
+def test_a_step_with_a_part_of_a_prompt_says_nothing_about_the_latency_of_streams() -> None:
+    speed, before = Speed(), decoded(0)
+    for _ in range(60):
+        after = codec.replace(before, computed_tokens=before.computed_tokens + 2 + 512, generated_tokens=2)
+        speed.observe_loads(before, after, 0.3)
+    assert speed.itl_s == 0.0
+
+
+@pytest.mark.parametrize("has_queue", [False, True])
+def test_an_accept_in_the_middle_of_a_step_does_not_make_streams_seem_faster(has_queue: bool) -> None:
+    speed, queued = Speed(), WAITING["queued_prefill_tokens"] if has_queue else 0
+    for step in range(60):
+        before = codec.replace(decoded(step), queued_prefill_tokens=queued)
+        accepted = codec.replace(before, queued_prefill_tokens=queued + 1_000, waiting=10)
+        speed.observe_loads(before, accepted, 0.03)
+        speed.observe_loads(accepted, codec.replace(decoded(step + 1), queued_prefill_tokens=queued + 1_000), 0.02)
+    assert speed.itl_s == pytest.approx(0.05)
+
+
+def test_a_waiting_prompt_that_is_cancelled_was_not_computed() -> None:
+    speed, after = Speed(), codec.replace(decoded(1), waiting=8, queued_prefill_tokens=53_000)
+    assert speed.observe_loads(decoded(0), after, 0.05) == StepSample(0.05)
+    assert speed.first_prefill_s_per_token == 0.0
+
+
 def test_decisions_are_counted_with_their_rate_hit_rate_and_duration() -> None:
     stats = DecisionStats()
     report = functools.partial(stats.report, "router-1", [], [], 0, 0)
@@ -149,6 +191,7 @@ def test_a_step_that_was_held_up_counts_for_a_few_times_its_time() -> None:
     steps = [StepSample(0.02 + 0.0001 * tokens, tokens) for tokens in (10, 500, 2_000) * 5]
     times = fitted(*steps, StepSample(60.0, 500))
     assert times.prompt_step_s + 500 * times.prompt_token_s < 0.09
+    assert fitted(*[StepSample(0.02)] * 10, StepSample(60.0)).decode_step_s < 0.03
 
 
 def test_the_steps_of_a_slower_worker_count_as_if_the_fastest_had_taken_them() -> None:

@@ -80,6 +80,16 @@ def test_a_prompt_counts_as_load_until_the_engine_has_started_it_held_back_or_no
     assert table.sequences.queued_tokens == 0
 
 
+def test_a_sequence_is_expected_to_use_blocks_until_the_engine_reports_its_start_and_counts_them_itself() -> None:
+    table = Table("one", "two")
+    assert table.sequences.expected_blocks(answer_tokens=4, block_size=3) == 2 + 2
+    assert table.sequences.expected_blocks(answer_tokens=256, block_size=3) == 4 + 4, "no more than max_tokens"
+    table.sequences.start([1], 0.0)
+    assert table.sequences.expected_blocks(answer_tokens=4, block_size=3) == 2
+    table.sequences.abort("two")
+    assert table.sequences.expected_blocks(answer_tokens=4, block_size=3) == 0
+
+
 def test_a_prompt_that_another_worker_computes_is_no_load_here() -> None:
     table = Table()
     table.open("held", held=b"add", has_remote_prefill=True)

@@ -211,8 +211,8 @@ class Scheduler:
         return None
 
     def load(self) -> messages.Load:
-        """Returns its load, as reported to routers, except that prompts it has not started are not queued: how much of
-        them is cached is not known here yet."""
+        """Returns its load, as reported to routers, except that sequences it has not started count neither as queued
+        nor as expected: how much of their prompts is cached is not known here yet, and others are on their way."""
         cache, counters, running, waiting = self._cache, self._counters, self._running, self._waiting
         load = messages.Load(
             running=len(running),
@@ -221,7 +221,7 @@ class Scheduler:
             used_blocks=cache.used_blocks,
             cached_blocks=cache.evictable_blocks,
             free_blocks=cache.free_blocks,
-            expected_blocks=self._expected() + sum(self._expectation.blocks(one) for one in waiting),
+            expected_blocks=self._expected() + sum(self._expectation.blocks(one) for one in waiting if one.preemptions),
             expected_answer_tokens=self._expectation.answer_tokens,
             host_blocks=len(cache.host),
             kept_blocks=len(self._pool.prefixes.retention),

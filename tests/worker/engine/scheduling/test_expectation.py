@@ -95,16 +95,16 @@ def test_one_that_is_longer_than_all_others_drives_nobody_out() -> None:
     assert (running(executed), executed.scheduler.counts.preemptions) == ([1, 2, 3], 0)
 
 
-def test_the_load_says_how_many_blocks_all_are_expected_to_use() -> None:
+def test_the_load_says_how_many_blocks_those_that_have_started_are_expected_to_use() -> None:
     executed = ExecutedScheduler(expected_tokens=4)
     executed.add(1, "aaaa", max_tokens=100)
     executed.add(2, "aaaabbbb", max_tokens=2)
-    assert executed.scheduler.load().expected_blocks == 2 + 3
+    assert executed.scheduler.load().expected_blocks == 0
     executed.step()
     executed.step()
     assert (executed.scheduler.load().used_blocks, executed.scheduler.load().expected_blocks) == (3, 4)
     executed.add(3, "c" * 9, max_tokens=100)
-    assert executed.scheduler.load().expected_blocks == 4 + 4
+    assert executed.scheduler.load().expected_blocks == 4
 
 
 def test_with_each_preemption_twice_as_much_is_reserved_for_it_and_for_those_that_run() -> None:
