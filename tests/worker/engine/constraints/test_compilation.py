@@ -105,12 +105,9 @@ def process_ids() -> set[int]:
             environment, command = (path / "environ").read_bytes(), (path / "cmdline").read_bytes()
         except OSError:
             continue
-        if b"constraints.nursery" in command and _MARK in environment:
+        if b"constraints.nursery" in command and f"TOKENBUS_TEST_MARK={os.getpid()}".encode() in environment:
             found.add(int(path.name))
     return found
-
-
-_MARK = f"TOKENBUS_TEST_MARK={os.getpid()}".encode()
 
 
 @pytest.fixture(autouse=True)

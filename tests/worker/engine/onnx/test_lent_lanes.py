@@ -146,7 +146,7 @@ def test_lanes_that_are_reclaimed_give_their_memory_back_and_change_no_answer(ki
     busy.step()
     other.step()
     assert (len(busy.scheduler.running), len(other.scheduler.running)) == (LANES // 2, LANES // 2)
-    assert busy.kv_bytes < 0.7 * whole
+    assert busy.kv_bytes < 0.75 * whole  # half of it, and pages that lanes share
     while busy.scheduler.has_work or other.scheduler.has_work:
         for model in (busy, other):
             model.step()
