@@ -16,8 +16,8 @@ class TraceSpan(NamedTuple):
     """A stretch of a request's time, in ms since its receipt."""
 
     kind: str
-    """`tokenize`, `held`, `queue`, `accept`, `worker_queue`, `prefill`, `decode`, `refused` or `gap`; `starting` as
-    long as it isn't known how much of the time at a worker was which of the two before the first token."""
+    """`tokenize`, `held`, `queue`, `waiting` (as long as there is no worker), `accept`, `worker_queue`, `prefill`,
+    `starting` (as long as it isn't known which of these two it is), `decode`, `refused` or `gap`."""
     where: str
     """The worker; empty for a router."""
     begin_ms: float
@@ -67,6 +67,8 @@ def _spans_in_router(trace: messages.RequestTrace) -> Iterator[TraceSpan]:
         until_ms = min(end_ms, at_ms + ms)  # what comes after the first worker is in its own gap
         yield TraceSpan(kind, "", at_ms, until_ms)
         at_ms = until_ms
+    if trace.state == "waiting" and not trace.attempts:
+        yield TraceSpan("waiting", "", at_ms, end_ms)
 
 
 def story(trace: messages.RequestTrace, router_id: str) -> list[str]:
@@ -89,7 +91,10 @@ def _of_router(trace: messages.RequestTrace, router_id: str) -> Iterator[str]:
     elif not trace.adopted:
         yield f"Router {router_id} received it and did not have to wait for anything."
     if not trace.attempts:
-        yield "No worker has been chosen yet." if trace.state == "waiting" else "It was never sent to a worker."
+        if trace.state == "waiting":
+            yield "No worker has been chosen yet: none has a place and memory for it, or its model is being loaded."
+        else:
+            yield "It was never sent to a worker."
 
 
 def _of_workers(trace: messages.RequestTrace) -> Iterator[str]:
@@ -158,7 +163,7 @@ def _of_tokens(trace: messages.RequestTrace) -> Iterator[str]:
         elif trace.fetched_tokens:
             cached += f", {trace.fetched_tokens:,} of them fetched from another worker in {_time(trace.fetch_ms)}"
         yield f"{cached}; computing the others took {_time(trace.prefill_ms)}."
-        wait = f"it waited {_time(trace.worker_queue_ms)} for its turn at the worker"
+        wait = f"it waited {_time(trace.worker_queue_ms)} at the worker for its turn, a place or memory"
         expected_ms = next((one.wait_ms for one in trace.attempts if one.accepted_ms is not None), 0.0)
         if trace.worker_queue_ms > max(_MISJUDGED_MS, _MISJUDGED * expected_ms):
             wait += ", longer than was expected"

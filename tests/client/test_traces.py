@@ -98,7 +98,7 @@ def test_the_story_says_why_it_waited_which_worker_it_had_and_where_it_continued
         "It continued at w2 after a pause of 2.0 s, with the 300 tokens that the client had.",
         "w2 was chosen by the policy kv, among 2 workers: no worker held any of the prompt and w2 was free.",
         "64 of its 80 prompt tokens were cached; computing the others took 20 ms.",
-        "The first token came 1.5 s after the request; it waited 8.0 ms for its turn at the worker.",
+        "The first token came 1.5 s after the request; it waited 8.0 ms at the worker for its turn, a place or memory.",
         "Half of the times between tokens at w2 were 4 to 8 ms, the longest 128 to 256 ms.",
         "It ended after 9.0 s with 900 tokens (stop).",
     ]
@@ -119,7 +119,7 @@ def test_a_request_that_waits_and_one_that_was_refused_have_their_stories() -> N
     waiting = messages.RequestTrace(id="r", model="m", received_at_ms=0, state="waiting", held_ms=3e4, total_ms=3e4)
     assert trace_story.story(waiting, "one") == [
         "In router one it waited 30 s for a worker that has m loaded.",
-        "No worker has been chosen yet.",
+        "No worker has been chosen yet: none has a place and memory for it, or its model is being loaded.",
         "It has been waiting for 30 s, with 0 tokens.",
     ]
     refused = messages.RequestTrace(

@@ -50,7 +50,8 @@ export const number = (value) => Math.round(value).toLocaleString("en");
 export const plural = (count, what) => `${number(count)} ${what}${count === 1 ? "" : "s"}`;
 export const share = (part, whole) => (whole ? part / whole : 0);
 export const percent = (value) => `${Math.round(100 * value)} %`;
-export const mib = (value) => (value >= 1024 ? `${(value / 1024).toFixed(1)} GiB` : `${number(value)} MiB`);
+export const mib = (value) => (value >= 1024 ? `${(value / 1024).toFixed(1)} GiB`
+  : value >= 1 || !value ? `${number(value)} MiB` : `${number(Math.max(1, value * 1024))} KiB`);
 export const clock = (ms) => new Date(ms).toLocaleTimeString();
 
 /** Asks in a dialog before something is done. `lines` say what it means, `fields` are elements for the form, and `action`

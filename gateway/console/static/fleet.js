@@ -34,13 +34,13 @@ const COLUMNS = [
     text: (worker) => (worker.token_ms ? worker.token_ms.toFixed(1) : "–") + (isSlow(worker) ? " slow" : ""),
     style: (worker) => (isSlow(worker) ? "slow" : ""),
     help: "From one token of a stream to the next, at the worker's best: beside prompts it takes longer. Slow is more than "
-      + "half again as long as the median of its model's workers."},
+      + "half again as long as the median of its model's workers, or the faster of two."},
   {id: "used_blocks", title: "KV used", isNumber: true,
-    text: (worker) => percent(share(worker.used_blocks, worker.total_blocks)) + (isFull(worker) ? " full" : ""),
+    text: (worker) => percent(share(worker.used_blocks, worker.total_blocks)) + (isFull(worker) ? ", no room" : ""),
     value: (worker) => share(worker.used_blocks, worker.total_blocks),
     share: (worker) => share(worker.used_blocks, worker.total_blocks), style: (worker) => (isFull(worker) ? "full" : ""),
-    help: "Share of its memory for keys and values that its requests hold. Full: with what they are expected to need, there "
-      + "is no room for another."},
+    help: "Share of its memory for keys and values that its requests hold. No room: with what these are expected to need, "
+      + "all of it is taken, and routers send it no more."},
   {id: "cached_blocks", title: "KV cached", isNumber: true,
     text: (worker) => percent(share(worker.cached_blocks, worker.total_blocks)),
     value: (worker) => share(worker.cached_blocks, worker.total_blocks),
@@ -121,7 +121,9 @@ function build(section) {
       make("p", {id: "none", hidden: true}, "No worker matches the filter."),
       make("details", {class: "meanings"}, make("summary", {}, "What the columns mean"),
         make("dl", {}, ...COLUMNS.map((column) => make("div", {}, element("dt", column.title), element("dd", column.help)))))),
-    make("section", {id: "detail", "aria-labelledby": "detail-title", hidden: true},
+    make("section", {id: "detail", "aria-labelledby": "detail-title", hidden: true, on: {keydown: (event) => {
+      if (event.key === "Escape") closeDetail();
+    }}},
       make("div", {class: "row"}, make("h2", {id: "detail-title", tabindex: -1}, "Worker"),
         make("button", {type: "button", on: {click: closeDetail}}, "Close")),
       make("dl")),
@@ -165,7 +167,7 @@ function drawSums(models) {
     ["Waiting in routers", number(waiting)],
     ["Tokens/s", number(sum("tokens_per_s"))],
     [models.length > 1 ? "KV used, fullest model" : "KV used", fullestOf(models)],
-    ["Workers with full KV", number([...picture.workers.values()].filter(isFull).length)],
+    ["Workers without KV room", number([...picture.workers.values()].filter(isFull).length)],
   ]);
 }
 
@@ -288,7 +290,7 @@ function drawDetail() {
   pairs.push(
     ["Engine", worker.engine],
     ["Up since", new Date(worker.since_ms).toLocaleString()],
-    ["KV in all", kv("total_blocks")],
+    ["KV in all, of the engine's or a device's memory", kv("total_blocks")],
     ["KV in use", kv("used_blocks")],
     ["KV cached", kv("cached_blocks")],
     ["KV that its requests will need", kv("expected_blocks")],

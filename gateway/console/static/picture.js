@@ -125,5 +125,5 @@ function name(worker) {
 
 function median(values) {
   const sorted = [...values].sort((one, other) => one - other);
-  return sorted.length ? sorted[Math.floor(sorted.length / 2)] : 0;
+  return sorted.length ? sorted[Math.floor((sorted.length - 1) / 2)] : 0;
 }

@@ -9,7 +9,7 @@ const MOST = 200; // requests that are asked for at a time, as many as a router 
 const KINDS = {
   held: "waits for a worker of its model", tokenize: "prompt is tokenized", queue: "waits until a worker has room",
   accept: "is sent to the worker", refused: "is refused", worker_queue: "waits at the worker", prefill: "prompt is computed",
-  starting: "waits at the worker, or its prompt is computed",
+  starting: "waits at the worker, or its prompt is computed", waiting: "waits for a worker",
   decode: "tokens are generated", gap: "is taken to another worker",
 };
 
@@ -56,11 +56,13 @@ function build(section) {
       make("label", {}, "First token after at least ", make("input", {id: "slower", type: "number", min: 0, step: "any",
         size: 5, placeholder: "0", on: {change: refreshNow}}), " s"),
       make("label", {}, "Filter ", make("input", {id: "request-filter", type: "search", autocomplete: "off",
-        placeholder: "model, worker or state", on: {input: () => drawRows()}})),
+        placeholder: "id, model, worker or state", on: {input: () => drawRows()}})),
       make("label", {id: "of-tenant", hidden: me.role !== "operator"}, "Tenant ",
         make("input", {id: "tenant", value: me.tenant, autocomplete: "off", on: {change: refreshNow}}))),
     make("p", {id: "requests-problem", class: "problem", role: "alert"}),
-    make("section", {id: "way", "aria-labelledby": "way-title", hidden: true},
+    make("section", {id: "way", "aria-labelledby": "way-title", hidden: true, on: {keydown: (event) => {
+      if (event.key === "Escape") location.hash = "#requests";
+    }}},
       make("div", {class: "row"}, make("h2", {id: "way-title", tabindex: -1}),
         make("button", {type: "button", on: {click: () => { location.hash = "#requests"; }}}, "Close")),
       make("ol", {id: "way-story"}),
@@ -70,7 +72,7 @@ function build(section) {
         make("dl", {id: "way-facts"}),
         make("h3", {}, "Times between tokens"),
         make("ol", {id: "way-gaps"}))),
-    table("Table of requests", [["Received"], ["Id"], ["Model"], ["State"], ["Workers"], ["Prompt", true], ["Cached", true],
+    table("Table of requests", [["Received"], ["Id"], ["Model"], ["State or end"], ["Workers"], ["Prompt", true], ["Cached", true],
       ["Tokens", true], ["First token", true], ["In all", true]]),
     make("p", {id: "requests-note", class: "hint"}));
   section.querySelector("table").id = "requests-table";
@@ -179,7 +181,7 @@ function drawWay({request, story, spans, router_id: router, first_token_ms: firs
   fillList($("way-facts"), [
     ["Received", new Date(request.received_at_ms).toLocaleString()],
     ["Model", request.model],
-    ["State", request.code || request.state],
+    ["State or end", stateOf({...request, first_token_ms: first})],
     ["First token", first === null ? "–" : time(first)],
     ["In all", time(request.total_ms)],
     ["Prompt", `${number(request.prompt_tokens || 0)} tokens, ${number(request.cached_tokens || 0)} cached, `
