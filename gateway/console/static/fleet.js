@@ -167,7 +167,7 @@ function drawSums(models) {
     ["Waiting in routers", number(waiting)],
     ["Tokens/s", number(sum("tokens_per_s"))],
     [models.length > 1 ? "KV used, fullest model" : "KV used", fullestOf(models)],
-    ["Workers without KV room", number([...picture.workers.values()].filter(isFull).length)],
+    ["Without KV room", number([...picture.workers.values()].filter(isFull).length)],
   ]);
 }
 
