@@ -4,6 +4,7 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from tokenbus.client.wire import trace_reader, trace_story
@@ -104,6 +105,13 @@ def test_the_story_says_why_it_waited_which_worker_it_had_and_where_it_continued
     ]
 
 
+def test_a_wait_that_was_misjudged_is_called_longer_than_expected() -> None:
+    late = msgspec.structs.replace(SURVIVOR, worker_queue_ms=3_000.0)
+    assert any(
+        sentence.endswith("a place or memory, longer than was expected.") for sentence in trace_story.story(late, "one")
+    )
+
+
 def test_the_spans_of_a_request_follow_each_other_from_its_receipt_to_its_end() -> None:
     spans = trace_story.spans(SURVIVOR)
     assert [(one.kind, one.where) for one in spans] == [
@@ -122,6 +130,8 @@ def test_a_request_that_waits_and_one_that_was_refused_have_their_stories() -> N
         "No worker has been chosen yet: none has a place and memory for it, or its model is being loaded.",
         "It has been waiting for 30 s, with 0 tokens.",
     ]
+    queued = msgspec.structs.replace(waiting, held_ms=0.0, tokenize_ms=2.0)
+    assert [(one.kind, one.end_ms) for one in trace_story.spans(queued)] == [("tokenize", 2.0), ("waiting", 3e4)]
     refused = messages.RequestTrace(
         id="r",
         model="m",
