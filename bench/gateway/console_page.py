@@ -99,7 +99,7 @@ async def _viewers_cost(one: GeneratedSystem, url: str, gateway_pid: int, option
 
 
 async def _page(browsing: Any, url: str, options: argparse.Namespace) -> Any:
-    """Opens the page several times anew, and returns the last one."""
+    """Opens the page in several fresh contexts, and returns the last one."""
     paints = []
     for _ in range(options.pairs):
         context = await browsing.new_context(viewport=_VIEWPORT)

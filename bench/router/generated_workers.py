@@ -51,7 +51,7 @@ _controls = codec.Decoder(internal.Control)
 
 
 class Style(NamedTuple):
-    """What workers of a version do."""
+    """The ways of a version's workers."""
 
     beats: bool = True
     """Whether a process speaks for its idle workers with one beat every 800 ms; otherwise each worker publishes five
@@ -375,7 +375,7 @@ class GeneratedSystem(NamedTuple):
 
     @property
     def num_lost(self) -> int:
-        """How many times the router has given a worker up."""
+        """The number of times that the router has given a worker up."""
         return self.router_log.read_text().count('"worker_lost"')
 
     async def cores(self, seconds: float) -> "Cores":

@@ -1,5 +1,5 @@
-"""What keys and limits cost a router for each request: the key is checked, its own and its tenant's limits are charged,
-what is left is reported, and the charge is settled at the end.
+"""Measures what keys and limits cost a router for each request: the key is checked, its own and its tenant's
+limits are charged, what is left is reported, and the charge is settled at the end.
 
     python -m bench.router.limits"""
 

@@ -1,4 +1,4 @@
-"""What a router and a broker cost by the number of workers: CPU and memory, without requests and with them.
+"""Measures what a router and a broker cost by the number of workers: CPU and memory, without requests and with them.
 
 Run: .venv/bin/python -m bench.router.scale [--workers 125 250 500 1000 2000] [--windows 7] [--seconds 5] [--plot FILE]
      .venv/bin/python -m bench.router.scale --workers 2000 --minutes 10
@@ -49,7 +49,7 @@ class _Client:
 
     def __init__(self, bus: Nats) -> None:
         self.ends: collections.Counter[str] = collections.Counter()
-        """How many requests had which finish reason or error."""
+        """Requests by finish reason or error."""
         self.num_sent = 0
         self.firsts_s: list[float] = []
         """Seconds to the first token of each request."""

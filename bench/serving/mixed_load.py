@@ -22,7 +22,7 @@ _WORDS = [first + last for first in string.ascii_lowercase for last in ("olar", 
 class Answer(NamedTuple):
     status: int
     body: bytes
-    """What was read of it."""
+    """The part of it that was read."""
 
 
 class Fleet:
@@ -32,7 +32,7 @@ class Fleet:
         self.pid = pid
         self.nats_url: str = said["nats"]
         self.keys = keys
-        """Of three tenants, and one that allows few requests."""
+        """Keys of three tenants, and one that allows few requests."""
         self.operator: str = said["key"]
         address = urlsplit(said["http"])
         self._place = (address.hostname, address.port)

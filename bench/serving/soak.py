@@ -99,7 +99,7 @@ async def serving(sink_port: int) -> AsyncIterator[Fleet]:
 
 
 class Sample(NamedTuple):
-    """What one process holds."""
+    """The memory, descriptors, threads and tasks of one process."""
 
     resident_mib: float
     descriptors: int

@@ -89,8 +89,8 @@ class Exchange:
     async def until(
         self, holds: Callable[[], bool], what: str, timeout_s: float | None = None, *, of_silence: bool = False
     ) -> None:
-        """Waits until a condition holds, at most for a time, which `of_silence` begins anew with each message. Raises
-        BrokenError naming what did not arrive in time."""
+        """Waits until a condition holds, at most for a time; with `of_silence`, for that time after the latest message.
+        Raises BrokenError naming what did not arrive in time."""
         timeout_s = timeout_s or self._wait_s
         try:
             async with asyncio.timeout(timeout_s) as limit:

@@ -37,11 +37,7 @@ def _check_head(messages: Sequence[Message]) -> None:
 
 def _without_router_s(messages: Sequence[Message]) -> list[Message]:
     """Leaves out the empty chunks by which a router says that it holds a request."""
-    return [
-        message
-        for message in messages
-        if message.get("worker_id") is not None or message.get("tokens") or message.get("finish_reason") is not None
-    ]
+    return [one for one in messages if not _is_routers(one) or one.get("finish_reason") is not None]
 
 
 def _is_routers(message: Message) -> bool:

@@ -50,7 +50,7 @@ _MAX_TIMEOUT_S = 2.0
 _GIVE_UP_S = 7.5
 """A live worker that has not replied to a drop for this long never will."""
 _MAX_REPEATING = 64
-"""Workers are asked for so many ends at once."""
+"""The most ends that workers are asked for at a time."""
 _FLUSH_TIMEOUT_S = 5.0
 """A broker that takes longer to answer a ping counts as disconnected."""
 

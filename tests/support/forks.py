@@ -1,7 +1,7 @@
 """Runs tests in several processes that are forked once all tests are collected: `pytest --forks=4`.
 
-With pytest-xdist each process would import and collect all tests anew. The tests of a file run in one process, in their
-order, so that they share its fixtures. Files that take longest start first, as `tests/durations.md` tells."""
+With pytest-xdist each process would import and collect all tests again. The tests of a file run in one process, in
+their order, so that they share its fixtures. Files that take longest start first, as `tests/durations.md` tells."""
 
 import atexit
 import collections
@@ -49,6 +49,8 @@ class _Process:
         self.connection = connection
         self.tests: collections.deque[int] = collections.deque()
         """The tests that it has been given and has not finished."""
+        self.is_dismissed = False
+        """Whether it was told that there are no more."""
 
     def close(self) -> None:
         os.waitpid(self.pid, 0)
@@ -118,6 +120,7 @@ class Forks:
         if said is None:  # it wants more
             file = self._files.popleft() if self._files else []
             process.tests += file
+            process.is_dismissed = not file
             process.connection.send_bytes(json.dumps(file).encode())
             return
         config = self._session.config
@@ -134,7 +137,7 @@ class Forks:
     def _bury(self, process: _Process) -> None:
         self._processes.remove(process)
         process.close()
-        if not self._files and not process.tests:
+        if process.is_dismissed:
             return
         if not process.tests:
             raise RuntimeError(f"process {process.pid} ended between two tests")
@@ -228,7 +231,7 @@ def _seconds() -> dict[str, float]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--forks", type=int, default=0, help="run the tests in so many processes")
+    parser.addoption("--forks", type=int, default=0, help="number of processes that run the tests")
 
 
 @pytest.hookimpl(tryfirst=True)
