@@ -70,7 +70,7 @@ soak: $(READY) ## an hour of mixed load, in which nothing grows
 	$(BIN)/python -m bench.serving.soak --minutes $(MINUTES) $(ARGS)
 
 # This version and another one side by side, in every mixture of workers, routers and gateways, under streams that must
-# not be cut: OLD=v0.2.0, or any commit.
+# not be cut: OLD=0.2.0, or any commit.
 test-upgrade: $(READY) ## two versions side by side; OLD=REF
 	$(BIN)/python -m tests.upgrade $(OLD)
 

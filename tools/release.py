@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -31,6 +32,9 @@ from tokenbus.cli.console import catalog
 ROOT = Path(__file__).parents[1]
 _NOT_IN_IMAGES = ("tests", "bench", "docs", "tools")
 _MADE = ("tokenbus-*.*", "llama_cpp_python-*.whl", "constraints.txt", "SHA256SUMS")
+_SECTION = re.compile(r"^## (.+)$", re.MULTILINE)
+_DATE = re.compile(r"\(\d{4}-\d\d-\d\d\)$")
+_TAG = re.compile(r"newTag: ([\w.-]+)")
 _QUESTION, _ANSWER = "What is 12 + 30?", "12 + 30 = 42."
 
 
@@ -58,9 +62,11 @@ def main() -> None:
 
 
 def make(dist: Path, scratch: Path) -> None:
-    _empty(dist)
     source = _unpacked(_archive(scratch / "source.tar.gz", "source"), scratch)
     version: str = tomllib.loads((source / "pyproject.toml").read_text())["project"]["version"]
+    check_version(source, version)
+    _check_tag(version)
+    _empty(dist)
     say(f"Tokenbus {version}: source distribution and wheel")
     (wheel,) = map(Path, WheelBuilder(str(source)).build(directory=str(dist), versions=["standard"]))
     (sdist,) = map(Path, SdistBuilder(str(source)).build(directory=str(dist)))
@@ -81,6 +87,25 @@ def make(dist: Path, scratch: Path) -> None:
     say("")
     for path in sorted(dist.iterdir()):
         say(f"{path.stat().st_size / 1e6:8.2f} MB  {path}")
+
+
+def check_version(source: Path, version: str) -> None:
+    """Checks that a source tree's changelog begins with its version, and that the overlays for Kubernetes have the
+    last one with a date. Raises CheckError."""
+    first, *later = _SECTION.findall((source / "CHANGELOG.md").read_text())
+    expected = "Unreleased" if ".dev" in version else f"{version} (year-month-day)"
+    if _DATE.sub("(year-month-day)", first) != expected:
+        raise CheckError(f"the first section of CHANGELOG.md must be {expected}, not {first}")
+    released = next(one.split()[0] for one in (first, *later) if _DATE.search(one))
+    for overlay in sorted((source / "deploy/kubernetes/overlays").glob("*/kustomization.yaml")):
+        if tags := set(_TAG.findall(overlay.read_text())) - {released}:
+            raise CheckError(f"newTag must be {released} in {overlay.relative_to(source)}, not {', '.join(tags)}")
+
+
+def _check_tag(version: str) -> None:
+    tagged = _git("tag", "--list", version)
+    if tagged and _git("rev-parse", f"{tagged}^{{commit}}") != _git("rev-parse", "HEAD"):
+        raise CheckError(f"{version} is the tag of another commit: set the next version in pyproject.toml")
 
 
 def _empty(dist: Path) -> None:

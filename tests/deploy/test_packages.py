@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from hatchling.builders.sdist import SdistBuilder
 from hatchling.builders.wheel import WheelBuilder
 
 from tokenbus.cli.console import needs
+from tools import release
 
 ROOT = Path(__file__).parents[2]
 MAX_MB = 60
@@ -38,6 +40,32 @@ def test_a_wheel_has_one_top_level_name_and_is_the_same_when_it_is_built_through
         archive.extractall(tmp_path / "unpacked", filter="data")
     (unpacked,) = (tmp_path / "unpacked").iterdir()
     assert wheel_of(unpacked, tmp_path / "through") == direct
+
+
+def test_changelog_and_overlays_follow_the_version() -> None:
+    release.check_version(ROOT, tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"])
+
+
+@pytest.mark.parametrize(
+    ("version", "section", "tag", "says"),
+    [
+        ("2.0.0.dev0", "2.0.0 (2027-01-01)", "1.0.0", "must be Unreleased, not 2.0.0 (2027-01-01)"),
+        ("2.0.0", "Unreleased", "1.0.0", "must be 2.0.0 (year-month-day), not Unreleased"),
+        ("2.0.0", "2.0.0", "1.0.0", "must be 2.0.0 (year-month-day), not 2.0.0"),
+        ("2.0.0", "2.0.0 (2027-01-01)", "1.0.0", "newTag must be 2.0.0 in deploy/"),
+        ("2.0.0.dev0", "Unreleased", "2.0.0.dev0", "newTag must be 1.0.0 in deploy/"),
+    ],
+)
+def test_a_release_with_another_version_in_its_changelog_or_overlays_is_refused(
+    tmp_path: Path, version: str, section: str, tag: str, says: str
+) -> None:
+    overlay = tmp_path / "deploy/kubernetes/overlays/cpu/kustomization.yaml"
+    overlay.parent.mkdir(parents=True)
+    overlay.write_text(f"images:\n  - {{ name: a, newTag: {tag} }}\n")
+    (tmp_path / "CHANGELOG.md").write_text(f"# Changelog\n\n## {section}\n\n## 1.0.0 (2026-01-01)\n")
+    with pytest.raises(release.CheckError) as caught:
+        release.check_version(tmp_path, version)
+    assert says in str(caught.value)
 
 
 def size_mb(folder: Path) -> float:
