@@ -14,6 +14,8 @@ Decision 0006 says how the parts are left out.
 """
 
 import argparse
+import contextlib
+import fcntl
 import hashlib
 import os
 import platform
@@ -21,6 +23,7 @@ import re
 import sys
 import tarfile
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from deploy import progress, requirements
@@ -115,10 +118,12 @@ def check(version: str, *, portable: bool = False) -> None:
 
 
 def build(version: str, *, portable: bool = False) -> None:
-    """Compiles the wheel into the cache. Raises CommandFailedError."""
+    """Compiles the wheel into the cache, or waits while another process does. Raises CommandFailedError."""
     folder = cache_folder(version, portable=portable)
-    say(f"  PyPI has only its source; the wheel is kept in {folder}, so that later clones take seconds")
-    with tempfile.TemporaryDirectory() as scratch:
+    with _locked(folder), tempfile.TemporaryDirectory() as scratch:
+        if cached(version, portable=portable) is not None:
+            return
+        say(f"  PyPI has only its source; the wheel is kept in {folder}, so that later clones take seconds")
         sdist = download(version, Path(scratch))
         keep(sdist, version)
         wheel = compile_wheel(sdist, Path(scratch), portable=portable)
@@ -126,6 +131,19 @@ def build(version: str, *, portable: bool = False) -> None:
         partial = folder / f".{wheel.name}.{os.getpid()}"
         partial.write_bytes(wheel.read_bytes())
         partial.rename(folder / wheel.name)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Keeps other processes from compiling into a folder of the cache. The lock ends with its process."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with folder.with_name(f".{folder.name}.lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say("  another process is compiling it; waiting")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def download(version: str, scratch: Path) -> Path:

@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import importlib.metadata
 import os
+import re
 import shutil
 import socket
 import sys
@@ -120,6 +121,8 @@ async def _all_findings(options: argparse.Namespace) -> AsyncIterator[Finding]:
 def _machine() -> Iterator[Finding]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     yield Finding("ok", f"{cores} cores: divide them among workers with --threads")
+    if lacks_sse42(Path("/proc/cpuinfo")):
+        yield Finding("bad", "the processor lacks SSE4.2, which numpy needs since 2.4", "pip install 'numpy<2.4'")
     for name in _ENGINES:
         try:
             yield Finding("ok", f"{name} {importlib.metadata.version(name)}")
@@ -129,6 +132,16 @@ def _machine() -> Iterator[Finding]:
         yield Finding("ok", "found an NVIDIA driver: ONNX models use CUDA, GGUF models if llama.cpp was built with it")
     else:
         yield Finding("note", "no NVIDIA driver: models run on the CPU")
+
+
+def lacks_sse42(cpuinfo: Path) -> bool:
+    """Returns whether an x86 processor lacks these instructions, without which routers and workers end at once. False
+    if the system doesn't say."""
+    try:
+        flags = re.search(r"^flags\s*:(.*)$", cpuinfo.read_text(), re.MULTILINE)
+    except OSError:
+        return False
+    return flags is not None and "sse4_2" not in flags.group(1).split()
 
 
 def _servers() -> Iterator[Finding]:

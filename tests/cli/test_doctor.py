@@ -43,6 +43,18 @@ async def test_a_model_that_no_engine_can_serve_is_bad_and_one_without_a_templat
         assert (found.mark, "'nonsense'" in found.what) == ("note", True)
 
 
+def test_a_processor_without_the_instructions_that_numpy_needs_is_bad(tmp_path: Path) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    for text, lacks in (
+        ("flags\t\t: fpu sse4_1 sse4_2 popcnt\n", False),
+        ("flags\t\t: fpu sse2 sse4_1\n", True),
+        ("Features\t: fp asimd\n", False),
+    ):
+        cpuinfo.write_text(f"processor\t: 0\n{text}")
+        assert doctor.lacks_sse42(cpuinfo) is lacks
+    assert not doctor.lacks_sse42(tmp_path / "missing")
+
+
 def reply(*cards: messages.Card) -> messages.ModelsReply:
     served = messages.ServedModel(model="demo", context_length=512, features=[], workers=list(cards))
     return messages.ModelsReply(

@@ -1,8 +1,10 @@
 """`make up` says what a machine lacks before it downloads anything, and is never silent while it works."""
 
+import fcntl
 import io
 import os
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -47,6 +49,24 @@ def test_where_the_wheel_is_cached_no_compiler_is_needed(empty_path: Path) -> No
     folder.mkdir(parents=True)
     (folder / "llama.whl").touch()
     llama_cpp_wheel.check("1.2.3")
+
+
+def test_of_two_builds_at_once_the_second_takes_what_the_first_has_compiled(
+    empty_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = llama_cpp_wheel.cache_folder("1.2.3")
+    folder.mkdir(parents=True)
+    lock = folder.with_name(f".{folder.name}.lock").open("w")
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    with ThreadPoolExecutor(1) as threads:
+        second = threads.submit(llama_cpp_wheel.build, "1.2.3")
+        said = ""
+        while "another process is compiling it" not in said:
+            assert not second.done()
+            said += capfd.readouterr().err
+        (folder / "llama.whl").touch()
+        lock.close()
+        second.result()
 
 
 @pytest.mark.parametrize(

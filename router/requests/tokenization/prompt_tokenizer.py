@@ -64,7 +64,7 @@ class PromptTokenizer:
         self._loads = loads
         self._telemetry = telemetry
         self._pieces = pieces
-        self._executor = FairExecutor(max(1, min(_MAX_THREADS, (os.cpu_count() or 1) - 1)), "tokenize")
+        self._executor = FairExecutor(max(1, min(_MAX_THREADS, len(os.sched_getaffinity(0)) - 1)), "tokenize")
 
     def __repr__(self) -> str:
         return f"<PromptTokenizer {self._executor!r}>"
