@@ -1,10 +1,13 @@
 """`tokenbus config`: checks a settings file, or shows the settings that a server would use."""
 
 import argparse
+import os
 
 from tokenbus.cli.console import arguments, catalog, config
 from tokenbus.cli.console.flags import Parser
 from tokenbus.protocol.telemetry import tracing
+
+_PASSWORD = "TOKENBUS_NATS_PASSWORD"
 
 
 def add_flags(parser: Parser) -> None:
@@ -35,7 +38,12 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _check_settings(parser: Parser, command: str) -> None:
-    """Makes a server's settings the way its process would. Raises ValueError."""
-    settings = catalog.module_of(command).settings_of(parser.parse_args([]))
-    settings.broker.check()
-    tracing.check_endpoint(settings.otlp_traces_endpoint)
+    """Makes a server's settings the way its process would, with any password: no file has one. Raises ValueError."""
+    has_password = _PASSWORD in os.environ
+    os.environ.setdefault(_PASSWORD, "any")
+    try:
+        settings = catalog.module_of(command).settings_of(parser.parse_args([]))
+    finally:
+        if not has_password:
+            del os.environ[_PASSWORD]
+    tracing.check_endpoint(getattr(settings, "otlp_traces_endpoint", ""))  # `auth` makes no traces

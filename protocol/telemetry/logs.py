@@ -1,6 +1,7 @@
 """Configures structured logs, the same in every process: lines of JSON, or readable ones."""
 
 import contextlib
+import enum
 import io
 import logging
 import os
@@ -132,7 +133,7 @@ def configure(process: str, settings: LogSettings = DEFAULTS) -> LevelFilter:
             structlog.contextvars.merge_contextvars,
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
-            tracebacks if form == "json" else structlog.processors.StackInfoRenderer(),
+            tracebacks if form == "json" else _with_plain_values,
             renderer,
         ],
         wrapper_class=_logger_class(level),
@@ -161,6 +162,13 @@ def _logger_class(level: LevelFilter) -> type[structlog.typing.FilteringBoundLog
             return super().debug(event, *arguments, **keys) if level.lowest <= logging.DEBUG else None
 
     return Logger
+
+
+def _with_plain_values(
+    logger: structlog.typing.WrappedLogger, name: str, line: structlog.typing.EventDict
+) -> structlog.typing.EventDict:
+    """Returns the line as JSON would have it: `ready`, and not `<WorkerState.READY: 'ready'>`."""
+    return {key: value.value if isinstance(value, enum.Enum) else value for key, value in line.items()}
 
 
 def _as_json(line: object, **_: object) -> str:

@@ -157,6 +157,12 @@ def test_a_check_finds_what_a_process_would_not_start_with(
     assert said.count("\n") == 1
 
 
+def test_a_check_needs_no_password(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "right.toml"
+    path.write_text('[nats]\nuser = "someone"\n[auth]\nkeys = "bucket"\n[router]\n')
+    assert main._run(["config", "check", "--file", str(path)]) == 0, capsys.readouterr().err
+
+
 def test_every_mistake_in_a_file_and_in_the_variables_is_named(tmp_path: Path) -> None:
     path = tmp_path / "tokenbus.toml"
     path.write_text('[worker]\nmodel = ["a"]\nnonsense = 3\nmax-num-seqs = "x"\n[other]\na = 1\n')

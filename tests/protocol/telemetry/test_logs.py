@@ -3,12 +3,14 @@
 import contextlib
 import io
 import json
+import re
 import sys
 
 import pytest
 import structlog
 
 from tokenbus.protocol.telemetry import logs
+from tokenbus.protocol.wire import messages
 
 
 @pytest.mark.parametrize("name", ["a\x1b[2Jb", "a\x07b", "a\nb", "a\rb"])
@@ -25,6 +27,20 @@ def test_what_a_client_has_chosen_is_logged_on_one_line_and_controls_no_terminal
         structlog.reset_defaults()
     assert out.getvalue().count("\n") == 1
     assert name not in out.getvalue()
+
+
+@pytest.mark.parametrize(("form", "shown"), [("json", '"state":"ready"'), ("console", "state='ready'")])
+def test_the_member_of_an_enumeration_is_logged_as_its_value(
+    form: str, shown: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", out)
+    try:
+        logs.configure("test", logs.LogSettings(form=form))
+        structlog.get_logger().info("worker_state_changed", state=messages.WorkerState.READY)
+    finally:
+        structlog.reset_defaults()
+    assert shown in re.sub("\x1b\\[[0-9;]*m", "", out.getvalue())
 
 
 @pytest.mark.parametrize("form", ["json", "console"])
