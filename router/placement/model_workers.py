@@ -6,7 +6,6 @@ soon hold, the policy's costs, the lowest cost. The request is booked in the sam
 together see each other."""
 
 import itertools
-import math
 import random
 from collections.abc import Collection, Sequence
 
@@ -171,6 +170,9 @@ class ModelWorkers:
         most_held = int(held_blocks[held_blocks.argmax()]) if request.hashes else 0
         prefix = request.hashes[most_held - 1] if most_held else None
         view = self._view(request, rows, held_blocks, 0.0 if prefix is None else self._waits.get(prefix), now)
+        room_wait_s = self._room_wait_s(request, view)
+        if room_wait_s is not None:
+            view = view._replace(wait_s=view.wait_s + room_wait_s)
         offer = None
         if levels and self._exchange.is_possible:
             mb_per_s = self._transfer_rate.mb_per_s
@@ -193,7 +195,7 @@ class ModelWorkers:
         overlap_blocks = int(overlap[worker.row])
         if prefix is not None:
             self._count_wait(prefix, view, at, most_held - overlap_blocks)
-        wait_s = float(view.wait_s[at]) + self._room_wait_s(request, view, at)
+        wait_s = float(view.wait_s[at])
         self.book(worker, request, now, overlap_blocks, source)  # changes the columns of the view
         return Placement(worker, policy.name, overlap_blocks, report, *source, len(rows), most_held, wait_s)
 
@@ -357,22 +359,22 @@ class ModelWorkers:
         times = self._step_times.times
         return View(request.num_tokens, times, held_tokens, waited_s, session, None, distance_s, *columns[_BLOCK_SIZE:])
 
-    def _room_wait_s(self, request: PlacementRequest, view: View, at: int) -> float:
-        """Returns how long a request is expected to wait for a place and for KV memory at a candidate.
+    def _room_wait_s(self, request: PlacementRequest, view: View) -> Floats | None:
+        """Returns how long the request would wait for a place and for KV memory at each candidate; None if at none.
 
         That is Little's law: while one stream lives, as many end as the worker can have at once, so that one ends after
         this share of a life. The request waits for as many as have the places, or the memory, that it lacks."""
-        waiting, free_tokens = float(view.waiting_requests[at]), float(view.free_tokens[at])
-        lacking_tokens = request.num_tokens + request.answer_tokens - float(view.overlap_tokens[at]) - free_tokens
-        if lacking_tokens <= 0.0 and waiting <= 0.0:
-            return 0.0
-        lives = waiting / max(1.0, float(view.max_num_seqs[at]))
-        if lacking_tokens > 0.0:
-            total_tokens = float(view.total_blocks[at] * view.block_size[at])
-            tokens_each = max(1.0, (total_tokens - free_tokens) / max(1.0, float(view.requests[at])))
-            lives = max(lives, math.ceil(lacking_tokens / tokens_each) * tokens_each / total_tokens)
-        life_s = self.expected_answer_tokens(None) * view.times.decode_step_s * float(view.decode_slowdown[at])
-        return lives * life_s
+        lacking_tokens: Floats = request.num_tokens + request.answer_tokens - view.overlap_tokens - view.free_tokens
+        waiting = view.waiting_requests
+        if lacking_tokens[lacking_tokens.argmax()] <= 0.0 and waiting[waiting.argmax()] <= 0.0:
+            return None
+        total_tokens = np.maximum(view.total_blocks * view.block_size, 1.0)
+        used_tokens = total_tokens - np.minimum(view.free_tokens, total_tokens)
+        tokens_each = np.maximum(used_tokens / np.maximum(view.requests, 1.0), 1.0)
+        lives: Floats = np.ceil(np.maximum(lacking_tokens, 0.0) / tokens_each) * tokens_each / total_tokens
+        lives = np.maximum(lives, waiting / np.maximum(view.max_num_seqs, 1.0))
+        lives *= self.expected_answer_tokens(None) * view.times.decode_step_s
+        return lives * view.decode_slowdown
 
     def _count_wait(self, last_hash: int, view: View, at: int, copied_blocks: int) -> None:
         """Counts what a request waits at the chosen candidate because idle ones don't hold its prefix, or the time that

@@ -61,7 +61,7 @@ class View(NamedTuple):
     utilization: Floats
     """Its recent work relative to the most it has ever done: 0 when idle, near 1 at its peak."""
     wait_s: Floats
-    """Seconds until it would begin to compute the prompt."""
+    """Seconds until it would begin to compute the prompt, with the wait for a place and for KV memory."""
     last_chosen: Floats
     """Larger the more recently it was chosen; 0 if never."""
 
@@ -92,9 +92,9 @@ has its beginning."""
 class KvAware:
     """The cost is the seconds that people wait if a worker gets the request, as the steps seen so far suggest:
 
-    - for its first token: prompts queued there, the rest of the step in progress, and the prompt itself;
+    - for its first token: until streams leave it a place and KV memory, prompts queued there, the rest of the step in
+      progress, and the prompt itself;
     - for the next tokens of the streams there, which its prompt holds up;
-    - for a place, if it would have to wait for one, or if the KV cache is full;
     - for those who come next: half a step, by the worker's utilization. It spreads requests that arrive one by one;
     - on the way to another site.
 
@@ -103,7 +103,6 @@ class KvAware:
     docs/decisions/0026 explains the constants."""
 
     name: str = "kv"
-    waiting_tokens: float = 1_024.0
     session_tokens: float = 256.0
     copy_weight: float = 0.6
 
@@ -112,7 +111,6 @@ class KvAware:
         to_compute = view.prompt_tokens - view.overlap_tokens
         if view.fetchable is not None:
             to_compute -= view.fetchable.tokens * (1.0 - np.maximum(view.fetchable.cost, self.copy_weight))
-        is_full = to_compute > view.free_tokens
         to_compute *= times.prompt_token_s
         to_compute += times.prompt_step_s
         costs: Floats = _STREAM_WEIGHT * view.requests
@@ -123,7 +121,6 @@ class KvAware:
             costs -= _PAID_SHARE * np.minimum(times.prompt_token_s * to_copy, view.waited_s)
         costs *= view.prefill_slowdown
         costs += view.wait_s
-        costs += self.waiting_tokens * times.prompt_token_s * (view.waiting_requests + is_full)
         half_step_s = _UTILIZED_STEPS * (times.prompt_step_s + times.decode_step_s)
         prompt_s = times.prompt_step_s + times.prompt_token_s * view.prompt_tokens
         costs += min(half_step_s, _MAX_UTILIZATION_SHARE * prompt_s) * view.utilization
@@ -134,32 +131,40 @@ class KvAware:
         return costs
 
 
+def full_ones_last(costs: Floats, view: View) -> Floats:
+    """Raises the costs of candidates at which the request would wait for a place or for KV memory above all others.
+    `costs` are 0 or more."""
+    is_full = view.prompt_tokens - view.overlap_tokens > view.free_tokens
+    is_full |= view.waiting_requests > 0.0
+    raised: Floats = costs + (1.0 + costs.max()) * is_full
+    return raised
+
+
 class LeastLoaded:
     """Prefers the worker with the fewest requests relative to what it can run at once."""
 
     name = "least_loaded"
 
     def costs(self, view: View) -> Floats:
-        costs: Floats = view.requests / np.maximum(view.max_num_seqs, 1.0)
-        return costs
+        return full_ones_last(view.requests / np.maximum(view.max_num_seqs, 1.0), view)
 
 
 class RoundRobin:
-    """Prefers the least recently chosen worker."""
+    """Prefers the least recently chosen worker of those that have room."""
 
     name = "round_robin"
 
     def costs(self, view: View) -> Floats:
-        return view.last_chosen
+        return full_ones_last(view.last_chosen, view)
 
 
 class Random:
-    """Has no preference: every choice is a tie."""
+    """Has no preference among the workers that have room."""
 
     name = "random"
 
     def costs(self, view: View) -> Floats:
-        return np.zeros_like(view.last_chosen)
+        return full_ones_last(np.zeros_like(view.last_chosen), view)
 
 
 POLICIES = ("kv", "least_loaded", "round_robin", "random")

@@ -157,11 +157,32 @@ def test_a_worker_that_may_take_no_work_is_not_chosen_however_cheap() -> None:
 
 
 def test_round_robin_chooses_every_worker_once_before_any_twice() -> None:
-    fleet = fleet_of(1, 8, 64)
+    fleet = fleet_of(4, 8, 64)
     policy, rng = RoundRobin(), random.Random(5)
     turns = [placed(fleet, policy, rng) for _ in range(12)]
     assert sorted(turns[:3]) == ["w0", "w1", "w2"]
     assert turns == turns[:3] * 4
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize(
+    "full", [messages.Load(running=8), messages.Load(running=2, used_blocks=90, expected_blocks=100)]
+)
+def test_a_worker_without_room_is_chosen_only_when_all_are_full(name: str, full: messages.Load) -> None:
+    fleet = fleet_with_blocks(0, 0)
+    policy, rng = make_policies()[name], random.Random(5)
+    fleet.apply_events("demo", events("w1", seq=1, load=full), 0.0)
+    assert [placed(fleet, policy, rng) for _ in range(3)] == ["w0"] * 3
+    fleet.apply_events("demo", events("w0", seq=1, load=full), 0.0)
+    assert {placed(fleet, policy, random.Random(seed)) for seed in range(9)} == {"w0", "w1"}
+
+
+def test_of_full_workers_the_one_where_streams_end_sooner_is_chosen() -> None:
+    fleet = fleet_with_blocks(0, 0)
+    for number, running in enumerate((2, 4)):  # of four streams that fill the memory one ends sooner than of two
+        load = codec.replace(FULL, running=running)
+        fleet.apply_events("demo", events(f"w{number}", seq=1, load=load), 0.0)
+    assert chosen(fleet).worker.card.worker_id == "w1"
 
 
 def test_round_robin_chooses_a_new_worker_next() -> None:
