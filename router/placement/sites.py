@@ -61,11 +61,12 @@ class HeardSites:
         return f"<HeardSites {sorted(self._heard_at)}>"
 
     def is_heard_after(self, lost: Worker, workers: Iterable[Worker], now: float) -> bool:
-        """Whether any of these workers, of the site of one that is lost, was heard so long after it that not both can
-        have fallen silent at the same moment."""
+        """Whether any of these workers, of the site of one that is lost, is heard, and was heard so long after it that
+        not both can have fallen silent at the same moment."""
         if now - self._looked_at >= limits.TICK_S:  # not all of them for each of a lost worker's streams
             self._looked_at, self._heard_at = now, {}
             for one in workers:
                 site = one.card.site
                 self._heard_at[site] = max(self._heard_at.get(site, -math.inf), one.last_seen_at)
-        return self._heard_at.get(lost.card.site, -math.inf) >= lost.last_seen_at + limits.BEAT_S
+        heard_at = self._heard_at.get(lost.card.site, -math.inf)
+        return heard_at >= max(lost.last_seen_at + limits.BEAT_S, now - limits.WORKER_LOST_AFTER_S)

@@ -36,6 +36,8 @@ _RETRY_S = 0.1
 _SETTLE_POLL_S = 0.02
 _RETURN_S = 2.0
 """The time that a worker which is back has to say what it still runs."""
+_MISSING_S = 4.0
+"""A worker that is not back while others of its site are heard for so long has died."""
 _UNREACHABLE = (errors.Code.NO_WORKER, errors.Code.WORKER_LOST, errors.Code.ENGINE_POISONED)
 """Refusals after which the worker may soon be back."""
 
@@ -199,7 +201,9 @@ class Dispatcher:
         revocation, takes = Revocation.LOST, takes or worker.state is messages.WorkerState.LEAVING
         if not is_certain:
             revocation = await self._attempts.revoke(flight, worker, takes=takes)
-        if revocation is Revocation.KEPT or (revocation is Revocation.LOST and not await self._settle(flight, worker)):
+        if revocation is Revocation.LOST:
+            revocation = await self._settle(flight, worker)
+        if revocation is Revocation.KEPT:
             return
         if flight.prompt_ids is None and not flight.cancelled:  # forgotten to free memory
             self._give_up(flight, worker)
@@ -218,8 +222,9 @@ class Dispatcher:
         )
         await self.dispatch(flight, worker if revocation is Revocation.LOST else None)
 
-    async def _settle(self, flight: Flight, worker: Worker) -> bool:
-        """Waits until nothing more can arrive from a lost worker; returns False if that worker has ended the request.
+    async def _settle(self, flight: Flight, worker: Worker) -> Revocation:
+        """Waits until nothing more can arrive from a lost worker, or until it turns out that the worker was only out of
+        reach. Returns `KEPT` if it has ended the request or still has it.
 
         Raises RequestError if the client may have received something that this router does not know, or if too many
         workers in a row were lost with the request."""
@@ -227,17 +232,19 @@ class Dispatcher:
             if worker.log.end_seq is not None and _knows_all_text(flight, worker):
                 break
             await asyncio.sleep(_SETTLE_POLL_S)
-        if not _knows_all_text(flight, worker) and await self._outlasts_link(flight, worker):
-            return False
+        if not _knows_all_text(flight, worker):
+            revocation = await self._outlast_link(flight, worker)
+            if revocation is not Revocation.LOST:
+                return revocation
         if not self._may_continue(flight, worker):
-            return False
+            return Revocation.KEPT
         if flight.cancelled:
-            return True
+            return Revocation.LOST
         # a frontend that fences itself has not died
-        code = flight.completion.add_loss(is_death=worker.log.end_seq is None)
+        code = flight.completion.add_loss(worker.incarnation, is_death=worker.log.end_seq is None)
         if code is not None:
             raise errors.request_error(code, "too many workers in a row were lost with the request")
-        return True
+        return Revocation.LOST
 
     def _may_continue(self, flight: Flight, lost: Worker) -> bool:
         """Returns False if a lost worker has ended the request. Raises RequestError if the client may have received
@@ -249,19 +256,33 @@ class Dispatcher:
             self._give_up(flight, lost)
         return True
 
-    async def _outlasts_link(self, flight: Flight, lost: Worker) -> bool:
-        """Waits for a worker that may be well behind a link that is down, and holds the request; returns whether it is
-        back and keeps it. Only that worker knows what its client has."""
-        card, began_at = lost.card, time.monotonic()
-        until = began_at + (self._patience_s if self._fleet.is_cut_off(lost, began_at) else 0.0)
-        while (now := time.monotonic()) < until and not self._is_over(flight):
+    async def _outlast_link(self, flight: Flight, lost: Worker) -> Revocation:
+        """Waits for a worker that may be well behind a link that is down, and holds the request. Only that worker knows
+        what its client has, so it is asked as soon as it is back, and again if the link fails before it answers.
+
+        Raises RequestError(worker_lost) if it is back and does not answer."""
+        card, now = lost.card, time.monotonic()
+        until = now + (self._patience_s if self._fleet.is_cut_off(lost, now) else 0.0)
+        missed_since = None  # when others of its site were heard again
+        while now < until and not self._is_over(flight):
             back = self._fleet.find_worker(card.address)
             if back is not None and back is not lost:
-                return await self._has_returned(flight, lost)
-            if not self._fleet.is_cut_off(lost, now):
-                until = min(until, now + _RETURN_S)
+                lost, missed_since = back, None
+                if back.card.epoch != card.epoch:
+                    break
+                flight.completion.is_back(back.incarnation)
+                revocation = await self._attempts.revoke(flight, back)
+                if revocation is not Revocation.LOST:
+                    return revocation
+            elif self._fleet.is_cut_off(lost, now):
+                missed_since = None
+            else:
+                missed_since = missed_since or now
+                if now - missed_since >= _MISSING_S:
+                    break
             await asyncio.sleep(_RETRY_S)
-        return False
+            now = time.monotonic()
+        return Revocation.LOST
 
     async def _has_returned(self, flight: Flight, lost: Worker) -> bool:
         """Whether a worker that counted as lost was only out of reach, and still has the request: then it keeps it."""
@@ -283,12 +304,21 @@ class Dispatcher:
         has continued it: a worker may have named that router the guardian while this one was disconnected."""
         if self._fleet.owner_of(flight.key, flight.model) not in (None, lost):
             raise AlreadyStreamingError(flight.key)
+        self._log.warning(
+            "stream_given_up",
+            request_id=flight.key,
+            worker_id=lost.card.worker_id,
+            attempt=flight.attempt,
+            tokens=len(flight.completion),
+            reason=_doubt(flight, lost),
+        )
         raise errors.request_error(errors.Code.WORKER_LOST)
 
     async def _run(self, search: _Search, placement: Placement, attempt: Attempt | None) -> errors.Error | None:
         """Returns None if the worker has accepted the request, or if the request has ended or was cancelled."""
         flight, lost = search.flight, search.lost
         address = placement.worker.card.address
+        flight.completion.is_back(placement.worker.incarnation)
         if attempt is None:
             if lost is not None and await self._has_returned(flight, lost):
                 self._fleet.unbook(address, flight.key)
@@ -310,7 +340,14 @@ class Dispatcher:
         self._metrics.placements_rejected.labels(refusal.code).inc()
         self._fleet.unbook(address, flight.key)
         if refusal.code is errors.Code.WORKER_LOST:
-            return refusal if await self._settle(flight, placement.worker) else None
+            match await self._settle(flight, placement.worker):
+                case Revocation.KEPT:
+                    return None
+                case Revocation.DROPPED:
+                    text = f"worker {placement.worker.card.worker_id} was out of reach"
+                    return errors.make_error(errors.Code.NO_WORKER, text)
+                case Revocation.LOST:
+                    return refusal
         if not refusal.retryable and flight.first_accepted_at is not None:  # the request was fine for its first worker
             raise errors.request_error(errors.Code.WORKER_LOST, f"no worker can continue it: {refusal.message}")
         if not refusal.retryable:
@@ -335,7 +372,13 @@ def _suits(card: messages.Card, flight: Flight) -> bool:
 
 
 def _knows_all_text(flight: Flight, worker: Worker) -> bool:
-    return worker.log.tells_all(flight.completion.last_seq, is_streamed=flight.request.is_streamed)
+    return not _doubt(flight, worker)
+
+
+def _doubt(flight: Flight, worker: Worker) -> str:
+    """Returns why the client may have received something from a lost worker that this router does not know; empty if it
+    can't have."""
+    return worker.log.doubt(flight.completion.last_seq, is_streamed=flight.request.is_streamed)
 
 
 def _final_error(flight: Flight, refused: dict[str, errors.Error]) -> errors.Error:

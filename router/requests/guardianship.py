@@ -130,8 +130,14 @@ class Guardianship:
             # the answer lets it publish for a while, in which this router must not give it up
             self._fleet.renew_lease(worker.card, time.monotonic())
             moved, doubtful = self._not_confirmed(check, address)
+            unknown = [key for key in unknown if key not in moved]
             answer = codec.replace(
-                answer, moved=moved, doubtful=doubtful, number=check.number, network=self._bus.network
+                answer,
+                request_ids=unknown,
+                moved=moved,
+                doubtful=doubtful,
+                number=check.number,
+                network=self._bus.network,
             )
         self._replies.send(message.reply, codec.encode(answer))
 
@@ -140,9 +146,12 @@ class Guardianship:
     ) -> tuple[dict[str, int], list[str]]:
         """Returns the requests that the asking worker should not have any more, and those that it may or may not."""
         moved: dict[str, int] = {}
-        doubtful = []
+        doubtful, now = [], time.monotonic()
         for key, attempt in zip(check.request_ids, check.attempts, strict=False):
             if (flight := self._flights.find_flight(key)) is None:
+                holder = self._fleet.holder_of(key, address.model, now)
+                if holder is not None and holder.card.address != address:  # it has ended there
+                    moved[key] = attempt
                 continue
             if attempt != flight.attempt or flight.worker_id not in (None, address.worker_id):
                 moved[key] = attempt

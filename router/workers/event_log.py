@@ -10,7 +10,7 @@ chunks: then they have reached the broker too. An event with tokens proves nothi
 tokens of one step may take several events, and the chunks of all of them follow the last.
 
 When the worker is lost, this decides whether the router knows exactly what the client of a stream has received
-(`tells_all`). `last_seq` is the event with the last token that the router knows, `end_seq` the last event of the
+(`doubt`). `last_seq` is the event with the last token that the router knows, `end_seq` the last event of the
 incarnation, once its successor has named it:
 
     events    0 ---- last_seq ---- sealed_seq ---- seq ----- end_seq
@@ -127,12 +127,14 @@ class WorkerEventLog:
         if self.seq is not None:
             self.sealed_seq = max(self.sealed_seq, min(seq, self.seq))
 
-    def tells_all(self, last_seq: int, *, is_streamed: bool) -> bool:
-        """Returns whether the client of a stream has received, or will receive, exactly the tokens that were in the log
-        up to event `last_seq`."""
-        seq = -1 if self.seq is None else self.seq
-        is_whole = not self.is_behind and (self.end_seq is None or seq >= self.end_seq)
-        return is_whole and (last_seq <= self.sealed_seq or not is_streamed)
+    def doubt(self, last_seq: int, *, is_streamed: bool) -> str:
+        """Returns why the client of a stream may have received other tokens than those in the log up to event
+        `last_seq`: `behind`, `no_end` or `not_sealed`. Empty if it has received, or will receive, exactly these."""
+        if self.is_behind:
+            return "behind"
+        if self.end_seq is not None and (self.seq is None or self.seq < self.end_seq):
+            return "no_end"
+        return "not_sealed" if is_streamed and last_seq > self.sealed_seq else ""
 
     def mark_behind(self) -> None:
         """Records that something may have been missed: only a snapshot requested from now on can close the gap."""

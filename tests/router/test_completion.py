@@ -96,20 +96,30 @@ def test_a_snapshot_that_contradicts_what_is_known_changes_nothing(claim: intern
 
 def test_three_deaths_without_progress_are_blamed_on_the_request() -> None:
     completion = of(1, 2)
-    ends = [completion.add_loss(is_death=True) for _ in range(MAX_DEATHS)]
+    ends = [completion.add_loss("w", is_death=True) for _ in range(MAX_DEATHS)]
     assert ends == [None] * (MAX_DEATHS - 1) + [errors.Code.REQUEST_CRASHES_ENGINE]
 
 
 def test_workers_that_cut_themselves_off_are_no_deaths_but_too_many_of_them_end_the_request_too() -> None:
     completion = of(1, 2)
-    ends = [completion.add_loss(is_death=False) for _ in range(MAX_LOSSES)]
+    ends = [completion.add_loss("w", is_death=False) for _ in range(MAX_LOSSES)]
     assert ends == [None] * (MAX_LOSSES - 1) + [errors.Code.WORKER_LOST]
+
+
+def test_a_worker_that_was_only_out_of_reach_is_no_death() -> None:
+    completion = of(1, 2)
+    for _ in range(5 * MAX_LOSSES):
+        assert completion.add_loss("a", is_death=True) is None
+        completion.is_back("a")
+    assert [completion.add_loss(name, is_death=True) for name in "bc"] == [None, None]
+    completion.is_back("a")
+    assert completion.add_loss("d", is_death=True) is errors.Code.REQUEST_CRASHES_ENGINE
 
 
 @pytest.mark.parametrize("is_death", [False, True])
 def test_losses_with_enough_tokens_between_them_are_forgotten(is_death: bool) -> None:
     completion = PartialCompletion()
     for _ in range(5 * MAX_LOSSES):
-        assert completion.add_loss(is_death=is_death) is None
+        assert completion.add_loss("w", is_death=is_death) is None
         for token_id in range(LOSS_WINDOW_TOKENS // (MAX_DEATHS - 1)):
             completion.append(token_id, seq=0)

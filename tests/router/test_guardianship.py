@@ -305,6 +305,16 @@ async def test_a_worker_is_told_which_streams_have_moved_and_which_are_in_doubt(
     assert (answer.moved, answer.doubtful) == ({}, [KEY]), "it waits for a worker, and may find this one"
 
 
+async def test_a_worker_is_told_that_a_stream_has_moved_whose_end_was_at_another_one() -> None:
+    testbed = await Testbed.opened()
+    testbed.fleet.apply_card(card("w2"), 0.0)
+    for name, entry in (("w2", events("w2", 0, finished=[KEY])), ("w1", events("w1", 1, finished=["default:r2"]))):
+        assert testbed.fleet.apply_events("demo", entry, time.monotonic()) is not None, name
+    answer = confirmed(testbed, (KEY, 1), ("default:r2", 1), ("default:r3", 1))
+    assert answer is not None
+    assert (answer.moved, answer.request_ids) == ({KEY: 1}, ["default:r2", "default:r3"])
+
+
 async def test_a_check_of_another_epoch_confirms_nothing() -> None:
     testbed = await Testbed.opened()
     assert confirmed(testbed, (KEY, 2), epoch="99-a") is None

@@ -58,3 +58,4 @@ def test_a_lost_worker_may_be_behind_a_link_if_nothing_of_its_site_was_heard_aft
     assert fleet.is_cut_off(lost, at + 2.5), "an idle one speaks once a second: this may have been before the cut"
     fleet.apply_events("demo", events("b", seq=3), at + 1.6)
     assert not fleet.is_cut_off(lost, at + 3.0), "that one alone has died"
+    assert fleet.is_cut_off(lost, at + 3.7), "now nothing is heard of its site any more"

@@ -63,6 +63,18 @@ def test_a_moved_attempt_ends_silently_even_if_it_has_sent_tokens(stage: Stage) 
     assert stage.run(attempt=2).accepted
 
 
+def test_a_drop_of_a_later_attempt_that_never_came_ends_an_earlier_one_whatever_that_has_sent(stage: Stage) -> None:
+    """The router has placed the request here again, without knowing that it was here still."""
+    stage.run()
+    stage.world.run(0.5)
+    assert stage.drop(attempt=2)
+    said = len(stage.peer.chunks)
+    stage.world.run(3.0)
+    assert len(stage.peer.chunks) == said
+    assert not stage.run(attempt=2).accepted
+    assert stage.run(attempt=3).accepted
+
+
 def test_a_moved_attempt_that_has_ended_is_not_replayed_any_more(stage: Stage) -> None:
     stage.run()
     stage.world.run(3.0)

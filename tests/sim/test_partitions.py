@@ -6,13 +6,15 @@ late what it held, no client is given two different tokens for one place, or new
 replaced, and a simple client misses at most what was on its way when the link was cut, and reads nothing twice. None of
 this depends on the sites that workers say they run at."""
 
+import functools
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.sim.clients import ClientProcess, SimpleClient
 from tests.sim.network import Bridge, Broker, Link
-from tests.sim.system import FrontendProcess, RouterProcess
+from tests.sim.system import MODEL, FrontendProcess, RouterProcess
 from tests.sim.test_histories import HISTORIES
 from tests.sim.world import world
 
@@ -250,6 +252,68 @@ def test_a_stream_whose_last_step_was_on_the_link_when_that_failed_outlives_it(v
         assert simple.is_whole
         assert exact.is_whole
         assert exact.stream.request_id == exact.chunks[0].id, "nobody had to ask again"
+        sites.end()
+    finally:
+        sites.close()
+
+
+def is_known(sites: Sites) -> bool:
+    """Whether the router here knows the worker there, and does not count it as lost."""
+    (worker,) = sites.routers[0].router.fleet.workers_of(MODEL) or (None,)
+    return worker is not None and not worker.lease_expired
+
+
+@pytest.mark.parametrize("num_cuts", [1, 5])
+def test_a_link_that_fails_again_before_a_worker_has_said_what_it_runs_costs_no_stream(num_cuts: int) -> None:
+    """The streams have been placed again by then, at the same worker, of whose log the router knows nothing yet. It is
+    no more than out of reach: not one that its requests kill."""
+    sites = Sites(1, 0.02, 0, labels=("there", "there"))
+    try:
+        for client in (sites.clients[0], sites.simple[0]):
+            client.ask(60)
+        sites.world.run(1.5)
+        sites.bridge.cut(3.0)
+        sites.world.run(2.9)
+        assert not is_known(sites)
+        for _ in range(num_cuts):
+            sites.brokers[1].before_routing = functools.partial(_lose_snapshot, sites)
+            sites.world.run_until(lambda: is_known(sites), timeout_s=5.0)
+            sites.world.run_until(lambda: not is_known(sites), timeout_s=4.0)
+        sites.world.run(20.0)
+        (simple,), (exact,) = sites.simple[0].asked, sites.clients[0].asked
+        assert simple.is_whole
+        assert exact.is_whole
+        assert exact.stream.request_id == exact.chunks[0].id, "nobody had to ask again"
+        (heard,) = sites.simple[0].heard.values()
+        assert max(heard.workers) > 1, "it has been placed again"
+        sites.end()
+    finally:
+        sites.close()
+
+
+def _lose_snapshot(sites: Sites, sender: Link, subject: str, payload: bytes) -> None:
+    """Lets the link fail when a snapshot is to cross it."""
+    if b"running" in payload and b"parts" in payload:
+        sites.brokers[1].before_routing = lambda *_: None
+        sites.bridge.vanish(2.6, 3.0)
+
+
+def test_a_stream_in_doubt_does_not_flow_because_of_a_probe_that_was_lost_before() -> None:
+    """The router doubts that the worker still has the stream, whose end it has missed; and the link has swallowed the
+    last probe without a notice, as if that had reached the client."""
+    sites = Sites(1, 0.0, 0, labels=("there", "there"))
+    try:
+        sites.clients[0].ask(20, seed=7)
+        sites.simple[0].ask(20, seed=8)
+        sites.world.run(1.9)
+        sites.bridge.cut(4.4)
+        sites.world.run_until(lambda: sites.bridge.is_up, timeout_s=6.0)
+        sites.world.run_until(lambda: is_known(sites), timeout_s=2.0)
+        sites.bridge.vanish(1.2, 0.1)
+        sites.world.run(8.0)
+        for listener in (sites.clients[0], sites.simple[0]):
+            (heard,) = listener.heard.values()
+            heard.check()
         sites.end()
     finally:
         sites.close()

@@ -65,6 +65,11 @@ class Hold:
     def __repr__(self) -> str:
         return f"<Hold from {self.offset} since {self.since:.1f}, {'reached' if self.reached_at else 'away'}>"
 
+    def doubt(self) -> None:
+        """Notes that nothing may flow that a probe sent so far has allowed: only what is found out from now on
+        counts."""
+        self.probed_at = self.reached_at = None
+
     def lack(self, offset: int, prompt_offset: int | None) -> None:
         """Notes that the client lacks this too."""
         self.offset = min(self.offset, offset)
@@ -127,7 +132,7 @@ class Holds:
     def missed(self, key: str) -> None:
         """Handles the notice for a probe: the client has no subscription."""
         if (hold := self._holds.get(key)) is not None:
-            hold.probed_at = hold.reached_at = None
+            hold.doubt()
 
     def confirmed(self, at: float) -> None:
         """Notes that everything published before this time has reached the broker, whose notices have all arrived."""
@@ -179,5 +184,5 @@ class Holds:
         """Probes again, since notices may have been lost with the connection."""
         self._keep_until = now + RECONNECT_GRACE_S
         for hold in self._holds.values():
-            hold.probed_at = hold.reached_at = None
+            hold.doubt()
             hold.probe_due_at = now

@@ -21,6 +21,8 @@ _MAX_ASKED = 8
 _RECENT_S = 600.0
 """A router that was last heard longer ago says nothing about a link."""
 _MAX_OUTSTANDING = 64
+_UNNOTICED_S = 1.0
+"""Two notices that are further apart say nothing about the time between: distant routers are asked twice a second."""
 
 token_of = functools.lru_cache(1_024)(subjects.escape)
 
@@ -110,10 +112,11 @@ class RouterReach:
 
     def no_responders(self, token: str, now: float) -> bool:
         """Handles the broker's notice that a router's subject has no subscriber; returns whether it is the first since
-        the router has answered."""
+        the router has answered, or since checks had neither answers nor notices, as where packets vanish."""
         if (router := self._routers.get(token)) is None:
             return False
-        is_first, router.unheard_at = router.unheard_at is None, now
+        is_first = router.unheard_at is None or now - router.unheard_at >= _UNNOTICED_S
+        router.unheard_at = now
         return is_first
 
     def is_distant(self, router_id: str | None) -> bool:

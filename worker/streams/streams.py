@@ -144,8 +144,7 @@ class Streams:
 
         Returns False if the attempt has sent a token or has ended, unless the request has `moved`, which means that
         another worker continues it."""
-        now = time.monotonic()
-        stream = self._streams.get(key)
+        now, stream = time.monotonic(), self._streams.get(key)
         if stream is None:
             ended = self._ended.get(key, now)
             # the client has its terminal: the router must not place the request again
@@ -156,9 +155,11 @@ class Streams:
                 self._ended.pop(key)
             self._early_cancels.drop(key, attempt, now)
             return True
-        # a later attempt runs here, so the dropped one is over in any case
-        if stream.run.attempt > attempt:
+        if stream.run.attempt > attempt:  # the dropped one is over in any case
             return True
+        if stream.run.attempt < attempt:  # whoever drops a later attempt has given this one up
+            self._early_cancels.drop(key, attempt, now)
+            moved = True
         if (stream.first_token_sent or stream.terminal is not None) and not moved:
             return False
         self.abandon(stream, "moved" if moved else "dropped")
@@ -229,8 +230,7 @@ class Streams:
     def replay(self, key: str, offset: int, prompt_offset: int | None = None) -> bool:
         """Replays a stream from token `offset` on, and the log probabilities of its prompt from `prompt_offset` on,
         unless it was just replayed; returns False if there is none."""
-        now = time.monotonic()
-        stream = self._streams.get(key) or self._ended.get(key, now)
+        now, stream = time.monotonic(), self.find_any(key)
         if stream is None:
             return False
         if stream.hold is not None:

@@ -24,8 +24,9 @@ class PartialCompletion:
         """The first worker's account of its first token."""
         self.last_seq = -1
         """The entry of the current worker's event log that holds its last tokens; -1 if there is none."""
-        self._losses: list[tuple[int, bool]] = []
-        """For each recent loss of a worker, the number of tokens at that time, and whether the worker had died."""
+        self._losses: list[tuple[int, str, bool]] = []
+        """For each recent loss of a worker, the number of tokens at that time, the incarnation, and whether it had
+        died."""
 
     def __repr__(self) -> str:
         return f"<PartialCompletion {len(self.token_ids)} tokens, {len(self._losses)} losses>"
@@ -77,14 +78,18 @@ class PartialCompletion:
         self.last_seq = seq
         return True
 
-    def add_loss(self, *, is_death: bool) -> errors.Code | None:
+    def add_loss(self, incarnation: str, *, is_death: bool) -> errors.Code | None:
         """Counts the loss of a worker, which has died or has only fenced itself. Returns the error with which the
         completion ends if there were too many losses."""
-        self._losses.append((len(self.token_ids), is_death))
+        self._losses.append((len(self.token_ids), incarnation, is_death))
         self._losses = [one for one in self._losses if len(self.token_ids) - one[0] < LOSS_WINDOW_TOKENS]
-        if sum(died for _, died in self._losses) >= MAX_DEATHS:
+        if sum(died for _, _, died in self._losses) >= MAX_DEATHS:
             return errors.Code.REQUEST_CRASHES_ENGINE
         return errors.Code.WORKER_LOST if len(self._losses) >= MAX_LOSSES else None
+
+    def is_back(self, incarnation: str) -> None:
+        """Records that a worker that counted as lost was only out of reach."""
+        self._losses = [one for one in self._losses if one[1] != incarnation]
 
     def resume_from(self, elapsed_ms: float) -> internal.RunResume | None:
         """Returns what the next worker needs; None before the first token.

@@ -71,6 +71,15 @@ def test_a_link_is_suspect_when_none_of_a_networks_routers_can_be_reached() -> N
     assert not found.is_link_suspect(2.6)
 
 
+def test_a_notice_is_the_first_after_an_answer_and_after_a_second_in_which_checks_had_neither() -> None:
+    found = reach(("far", "there"))
+    assert [found.no_responders("far", at) for at in (1.0, 1.1, 2.0, 3.0, 3.5)] == [True, False, False, True, False]
+    found.asked("far", 1, 3.6)
+    found.answered("far", 1, "there", 3.7)
+    assert found.no_responders("far", 3.8)
+    assert not found.no_responders("stranger", 3.8)
+
+
 def test_a_router_that_was_last_heard_long_ago_says_nothing_about_its_link() -> None:
     found = reach(("far", "there"))
     found.no_responders("far", 1.0)
