@@ -236,7 +236,7 @@ class Guardians:
             if answer.moved.get(stream.key) == stream.run.attempt:
                 self._streams.held.disown(stream)
             elif stream.key in doubtful and stream.hold is not None:
-                stream.hold.doubt()
+                stream.hold.doubt(lease_time())
 
     def _is_of(self, stream: WorkerStream, token: str) -> bool:
         return bool(stream.guardian) and token_of(stream.guardian) == token

@@ -139,7 +139,7 @@ class HeldStreams:
         broker that did not know yet that its link was down."""
         for stream in streams:
             if stream.hold is not None:
-                stream.hold.doubt()
+                stream.hold.probed_at = stream.hold.reached_at = None
                 stream.hold.probe_due_at = lease_time()
 
     def reconnected(self) -> None:

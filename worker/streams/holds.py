@@ -65,10 +65,11 @@ class Hold:
     def __repr__(self) -> str:
         return f"<Hold from {self.offset} since {self.since:.1f}, {'reached' if self.reached_at else 'away'}>"
 
-    def doubt(self) -> None:
-        """Notes that nothing may flow that a probe sent so far has allowed: only what is found out from now on
-        counts."""
-        self.probed_at = self.reached_at = None
+    def doubt(self, now: float) -> None:
+        """Notes that the guardian is in doubt: it has to confirm the stream in answer to a later check. What probes
+        have found out about the client stays true, as of now."""
+        self.probed_at = None if self.probed_at is None else now
+        self.reached_at = None if self.reached_at is None else now
 
     def lack(self, offset: int, prompt_offset: int | None) -> None:
         """Notes that the client lacks this too."""
@@ -132,7 +133,7 @@ class Holds:
     def missed(self, key: str) -> None:
         """Handles the notice for a probe: the client has no subscription."""
         if (hold := self._holds.get(key)) is not None:
-            hold.doubt()
+            hold.probed_at = hold.reached_at = None
 
     def confirmed(self, at: float) -> None:
         """Notes that everything published before this time has reached the broker, whose notices have all arrived."""
@@ -145,10 +146,11 @@ class Holds:
         """Whether a stream that has `num_tokens` now is to be given up."""
         hold, spent = self._holds[key], self._spent.get(key, _Spent(0.0, 0, 0.0))
         held_s, tokens = now - hold.since, num_tokens - hold.begun_tokens
-        if is_link_suspect or now < self._keep_until:
+        is_reached = hold.reached_at is not None and not hold.is_blind
+        if is_link_suspect or is_reached or now < self._keep_until:
             hold.away_since = now  # once the link is back, the client has its time to return
         away_s = now - hold.away_since + (spent.seconds if hold.is_blind else 0.0)
-        if (hold.reached_at is None or hold.is_blind) and away_s >= self.patience.gone_after_s:
+        if not is_reached and away_s >= self.patience.gone_after_s:
             return True
         return spent.seconds + held_s >= self.patience.link_patience_s or spent.tokens + tokens >= MAX_HELD_TOKENS
 
@@ -184,5 +186,5 @@ class Holds:
         """Probes again, since notices may have been lost with the connection."""
         self._keep_until = now + RECONNECT_GRACE_S
         for hold in self._holds.values():
-            hold.doubt()
+            hold.probed_at = hold.reached_at = None
             hold.probe_due_at = now

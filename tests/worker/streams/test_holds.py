@@ -76,6 +76,25 @@ def test_a_client_that_is_reached_once_and_then_missed_is_away_again() -> None:
     assert reached_at(found) is None
 
 
+def test_a_guardian_in_doubt_has_to_confirm_after_that_and_its_client_is_not_away() -> None:
+    found = holds()
+    hold = found.hold("a", 3, 3, 10.0)
+    probe(found, "a", 10.0, reaches=True)
+    hold.doubt(12.5)
+    assert reached_at(found) == 12.5
+    assert not is_over(found, 14.4)
+    probe(found, "a", 14.5, reaches=False)
+    assert not is_over(found, 16.3)
+    assert is_over(found, 16.5), "its time began when it was away again"
+    found.probed("a", 15.5)
+    hold.doubt(15.6)
+    assert reached_at(found) is None, "nothing is known of the probe"
+    found.confirmed(15.5)
+    assert reached_at(found) is None, "a check that was sent before the doubt must not count for it"
+    found.confirmed(15.6)
+    assert reached_at(found) == 15.6
+
+
 def test_probes_come_four_times_a_second_at_first_and_then_once_a_second() -> None:
     found, sent = holds(), []
     found.hold("a", 3, 3, 0.0)
