@@ -57,7 +57,11 @@ async def _http(
         head = f"{'GET' if body is None else 'POST'} {path} HTTP/1.1\r\nHost: {host}:{port}\r\nConnection: close\r\n"
         head += f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\nAuthorization: Bearer {key}\r\n\r\n"
         writer.write(head.encode() + data)
-        status = int((await reader.readline()).split()[1])
+        began = time.monotonic()
+        line = await reader.readline()
+        if not line:
+            raise ConnectionResetError(f"{path} was closed without an answer after {time.monotonic() - began:.1f} s")
+        status = int(line.split()[1])
         read = []
         for number in itertools.count(1):
             await asyncio.sleep(pause_s)
@@ -73,13 +77,14 @@ async def _http(
 
 
 class Load:
-    """Clients that each send a request as soon as they have the answer to the one before."""
+    """Clients that send so many requests a second between them, at random times; fewer while all wait for answers."""
 
     def __init__(self, fleet: Fleet, client: WireClient) -> None:
         self._fleet = fleet
         self._client = client
         self.ends: collections.Counter[str] = collections.Counter()
         self.wrong: list[str] = []
+        self._next_at = 0.0
         self._kinds: list[tuple[Callable[[random.Random], Awaitable[str]], int]] = [
             (self._complete, 6),
             (self._chat, 6),
@@ -97,25 +102,27 @@ class Load:
             (self._over_nats, 8),
         ]
 
-    async def run(self, num_clients: int, seconds: float) -> None:
-        ends_at = time.monotonic() + seconds
-        await asyncio.gather(*(self._live(random.Random(seed), ends_at) for seed in range(num_clients)))
+    async def run(self, num_clients: int, rate: float, seconds: float) -> None:
+        """Puts the load on the system for a time; `rate` is requests a second."""
+        self._next_at = time.monotonic()
+        ends_at = self._next_at + seconds
+        await asyncio.gather(*(self._live(random.Random(seed), rate, ends_at) for seed in range(num_clients)))
 
-    async def _live(self, rng: random.Random, ends_at: float) -> None:
+    async def _live(self, rng: random.Random, rate: float, ends_at: float) -> None:
         kinds, weights = zip(*self._kinds, strict=True)
-        while time.monotonic() < ends_at:
+        while (at := max(self._next_at, time.monotonic())) < ends_at:
+            self._next_at = at + rng.expovariate(rate)
+            await asyncio.sleep(at - time.monotonic())
             (kind,) = rng.choices(kinds, weights)
             name = kind.__name__.strip("_")
             try:
                 async with asyncio.timeout(120):
                     end = await kind(rng)
-            except (OSError, TimeoutError, IndexError, errors.RequestError) as error:
-                end = f"failed: {error!r}"
-                await asyncio.sleep(0.5)
+            except (OSError, TimeoutError, errors.RequestError) as error:
+                end = f"failed: {error!r} at {time.strftime('%X')}"
             if end.startswith("failed") and len(self.wrong) < 10:
                 self.wrong.append(f"{name} {end}")
             self.ends[f"{name} {'failed' if end.startswith('failed') else end}"] += 1
-            await asyncio.sleep(rng.random() / 5)
 
     async def _post(self, rng: random.Random, path: str, body: Mapping[str, object], **how: Any) -> str:
         """Sends a request of one of the tenants, which is answered or refused because all is full."""

@@ -1,13 +1,13 @@
 """Puts mixed load on a whole system for an hour, and tells whether it keeps its memory, descriptors and tasks.
 
-Run: make soak [MINUTES=60], or .venv/bin/python -m bench.serving.soak [--minutes 60] [--clients 24]
+Run: make soak [MINUTES=60], or .venv/bin/python -m bench.serving.soak [--minutes 60] [--rate 4] [--clients 24]
 
 `tokenbus up` serves the demo model with keys, usage, audit log, traces and an adapter, in caches so small that they are
 soon full. Clients of three tenants send what the API has: completions and chats of many lengths, tools, constraints,
 log probabilities, several choices, embeddings, stored responses, requests that are refused, that time out, whose client
 goes away or reads slowly; and they open and close the console. Some clients use NATS.
 
-The load is put on twice: for the first sixth of the time, at most ten minutes, to fill what has a bound, and then for
+The load is put on twice: for the first third of the time, at most 25 minutes, to fill what has a bound, and then for
 the rest. The run fails if
 - a request has another end than an answer or one of the refusals that were asked for, or work is left over at the end;
 - a process has more descriptors, threads or asyncio tasks when idle after the second load than when idle after the
@@ -15,6 +15,7 @@ the rest. The run fails if
 - the memory of a process grows. Its growth is the median of the slopes between any two samples of the second load, over
   an hour; noise hides what is less than 2 % or 2 MiB in an hour, and twice as much in half an hour."""
 
+import argparse
 import asyncio
 import collections
 import contextlib
@@ -39,7 +40,8 @@ from tokenbus.client.wire.wire_client import WireClient
 from tokenbus.demo import MODEL_PATH
 from tokenbus.protocol.process.parent import end_with_parent
 
-_LONGEST_WARM_UP_S = 600.0
+_LONGEST_WARM_UP_S = 1_500.0
+"""At 4 requests a second, as many as the router keeps traces of, and more."""
 _GROWTH_AN_HOUR = 0.02
 _NOISE_MIB_AN_HOUR = 2.0
 _IDLE_S = 20.0
@@ -64,7 +66,7 @@ stored-responses-bytes = 1048576
 
 
 @contextlib.asynccontextmanager
-async def serving(sink_port: int) -> AsyncIterator[Fleet]:
+async def serving(sink_port: int, log_path: Path | None) -> AsyncIterator[Fleet]:
     with tempfile.TemporaryDirectory(prefix="tokenbus-soak-") as name:
         folder = Path(name)
         (folder / "config.toml").write_text(_CONFIG)
@@ -73,7 +75,8 @@ async def serving(sink_port: int) -> AsyncIterator[Fleet]:
         command += ["--gateway-port", "0", "--workers", "1", "--keys", "--audit", "--metrics"]
         command += ["--config", str(folder / "config.toml"), "--lora", f"pirate={adapters / 'pirate.gguf'}"]
         command += ["--otlp-traces-endpoint", f"http://127.0.0.1:{sink_port}/v1/traces"]
-        with (folder / "up.log").open("ab") as log:
+        log_path = log_path or folder / "up.log"
+        with log_path.open("ab") as log:
             up = subprocess.Popen(  # noqa: ASYNC220 - its children are to end with this thread
                 command,
                 env={**os.environ, "PYTHONSAFEPATH": "1", "XDG_STATE_HOME": name},
@@ -86,7 +89,7 @@ async def serving(sink_port: int) -> AsyncIterator[Fleet]:
             assert up.stdout is not None
             line = await asyncio.to_thread(up.stdout.readline)
             if not line:
-                raise SystemExit((folder / "up.log").read_text())
+                raise SystemExit(log_path.read_text())
             fleet = Fleet(up.pid, json.loads(line), [])
             for tenant, limits in (("a", {}), ("b", {}), ("c", {}), ("d", {"requests_per_minute": 6})):
                 made = await fleet.ask("/console/keys", {"tenant": tenant, "limits": limits}, fleet.operator)
@@ -209,21 +212,22 @@ def judge(
     return grown
 
 
-async def measure(minutes: float, num_clients: int, interval_s: float) -> None:
-    warm_up_s = min(_LONGEST_WARM_UP_S, 10 * minutes)
+async def measure(options: argparse.Namespace) -> None:
+    minutes: float = options.minutes
+    warm_up_s = min(_LONGEST_WARM_UP_S, 20 * minutes)
     load_s = 60 * minutes - warm_up_s
     sink = await asyncio.start_server(_take_traces, "127.0.0.1", 0)
     async with contextlib.AsyncExitStack() as stack:
         await stack.enter_async_context(sink)
-        fleet = await stack.enter_async_context(serving(sink.sockets[0].getsockname()[1]))
+        fleet = await stack.enter_async_context(serving(sink.sockets[0].getsockname()[1], options.log))
         client = await stack.enter_async_context(await WireClient.connect(fleet.nats_url))
         load, watch = Load(fleet, client), Watch(fleet)
         await watch.sample("before any request")
-        before = await _phase(watch, load, num_clients, warm_up_s, interval_s)
+        before = await _phase(watch, load, options, warm_up_s)
         num_before = len(watch.rows)
-        after = await _phase(watch, load, num_clients, load_s, interval_s)
+        after = await _phase(watch, load, options, load_s)
         (card,) = await system.cards(client)
-    print(f"{minutes:g} minutes, {num_clients} clients: {sum(load.ends.values())} requests")
+    print(f"{minutes:g} minutes, {options.rate:g} requests a second, {options.clients} clients: {sum(load.ends.values())} requests")
     for end, count in sorted(load.ends.items()):
         print(f"  {count:7} {end}")
     problems = load.wrong + judge(watch.rows[num_before:-1], before, after)
@@ -234,10 +238,10 @@ async def measure(minutes: float, num_clients: int, interval_s: float) -> None:
     print("flat")
 
 
-async def _phase(watch: Watch, load: Load, num_clients: int, seconds: float, interval_s: float) -> dict[str, Sample]:
+async def _phase(watch: Watch, load: Load, options: argparse.Namespace, seconds: float) -> dict[str, Sample]:
     """Puts load on the system, waits until it is idle, and returns what it then holds."""
-    watching = asyncio.create_task(watch.every(interval_s, load.ends))
-    await load.run(num_clients, seconds)
+    watching = asyncio.create_task(watch.every(options.interval_s, load.ends))
+    await load.run(options.clients, options.rate, seconds)
     watching.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await watching
@@ -257,10 +261,12 @@ async def _take_traces(reader: asyncio.StreamReader, writer: asyncio.StreamWrite
 def main() -> None:
     parser = flags.parser(__doc__, clients=24)
     parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument("--rate", type=float, default=4.0, help="requests a second")
     parser.add_argument("--interval-s", type=float, default=60.0)
+    parser.add_argument("--log", type=Path, help="where the logs are kept")
     options = parser.parse_args()
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
-    asyncio.run(measure(options.minutes, options.clients, options.interval_s))
+    asyncio.run(measure(options))
 
 
 if __name__ == "__main__":

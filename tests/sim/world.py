@@ -93,6 +93,13 @@ class Process:
     def kill(self) -> None:
         self.is_alive = False
 
+    def close(self) -> None:
+        for _ in range(20):
+            for task in asyncio.all_tasks(self.loop):  # also tasks that a message in the first turns has started
+                task.cancel()
+            self.loop.turn()
+        self.loop.close()
+
     def next_at(self) -> float | None:
         """Returns the time at which it next has something to do; None for never. A timer that was cancelled may cause
         an idle turn."""
@@ -137,13 +144,16 @@ class World:
         self._run(enough, self.now + timeout_s)
         assert enough(), f"not within {timeout_s} s"
 
+    def bury_dead(self) -> None:
+        """Forgets processes that were killed."""
+        dead = [process for process in self.processes if not process.is_alive]
+        self.processes = [process for process in self.processes if process.is_alive]
+        for process in dead:
+            process.close()
+
     def close(self) -> None:
         for process in self.processes:
-            for _ in range(20):
-                for task in asyncio.all_tasks(process.loop):  # also tasks that a message in the first turns has started
-                    task.cancel()
-                process.loop.turn()
-            process.loop.close()
+            process.close()
 
     def _run(self, enough: Callable[[], bool], end: float) -> None:
         turns = 0
