@@ -227,7 +227,7 @@ async def measure(options: argparse.Namespace) -> None:
         num_before = len(watch.rows)
         after = await _phase(watch, load, options, load_s)
         (card,) = await system.cards(client)
-    print(f"{minutes:g} minutes, {options.rate:g} requests a second, {options.clients} clients: {sum(load.ends.values())} requests")
+    print(f"{minutes:g} minutes at {options.rate:g} requests a second: {sum(load.ends.values())} requests")
     for end, count in sorted(load.ends.items()):
         print(f"  {count:7} {end}")
     problems = load.wrong + judge(watch.rows[num_before:-1], before, after)

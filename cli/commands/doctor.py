@@ -3,10 +3,13 @@
 import argparse
 import asyncio
 import importlib.metadata
+import importlib.util
+import json
 import os
 import re
 import shutil
 import socket
+import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator
@@ -34,6 +37,7 @@ _CONNECT_TIMEOUT_S = 3.0
 _MIN_PAYLOAD = 64 * 1024
 """The smallest max_payload that workers' messages are made for; larger messages are sent in parts."""
 _MAX_PORT = 65_535
+_DRIVER_TIMEOUT_S = 30.0
 _ENGINES = ("llama-cpp-python", "onnxruntime-gpu", "onnxruntime")
 
 
@@ -128,10 +132,25 @@ def _machine() -> Iterator[Finding]:
             yield Finding("ok", f"{name} {importlib.metadata.version(name)}")
         except importlib.metadata.PackageNotFoundError:
             continue
-    if shutil.which("nvidia-smi") or Path("/dev/nvidia0").exists():
-        yield Finding("ok", "found an NVIDIA driver: ONNX models use CUDA, GGUF models if llama.cpp was built with it")
-    else:
-        yield Finding("note", "no NVIDIA driver: models run on the CPU")
+    if importlib.util.find_spec("llama_cpp") is not None:
+        yield gguf_devices()
+    if not (shutil.which("nvidia-smi") or Path("/dev/nvidia0").exists()):
+        yield Finding("note", "no NVIDIA driver: ONNX models run on the CPU")
+
+
+def gguf_devices() -> Finding:
+    """Reports the GPUs that llama.cpp finds, from a process of its own: a driver may crash or hang."""
+    command = [sys.executable, "-m", "tokenbus.worker.engine.gguf.backend"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, timeout=_DRIVER_TIMEOUT_S, check=True)
+    except (subprocess.SubprocessError, OSError) as error:
+        return Finding("bad", "looking for GPUs ends llama.cpp or takes too long", str(error))
+    names: dict[str, str] = json.loads(found.stdout)
+    if not names:
+        advice = "with a GPU, its driver and a llama.cpp that is built for it are needed (docs/operations.md)"
+        return Finding("note", "llama.cpp finds no GPU: GGUF models run on the CPU", advice)
+    shown = ", ".join(f"{name} ({words})" for name, words in names.items())
+    return Finding("ok", f"GGUF models use {shown}: choose among them with --devices")
 
 
 def lacks_sse42(cpuinfo: Path) -> bool:

@@ -1,6 +1,9 @@
 """The doctor finds what is wrong and says how to fix it."""
 
+import sys
 from pathlib import Path
+
+import pytest
 
 from tests.router.builders import card
 from tests.support import auth_brokers, broken_models
@@ -53,6 +56,21 @@ def test_a_processor_without_the_instructions_that_numpy_needs_is_bad(tmp_path: 
         cpuinfo.write_text(f"processor\t: 0\n{text}")
         assert doctor.lacks_sse42(cpuinfo) is lacks
     assert not doctor.lacks_sse42(tmp_path / "missing")
+
+
+def test_gpus_are_named_and_a_driver_that_crashes_is_bad(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert doctor.gguf_devices().mark in ("ok", "note")
+    process = tmp_path / "python"
+    process.touch(mode=0o755)
+    monkeypatch.setattr(sys, "executable", str(process))
+    for does, mark, words in (
+        ("""echo '{"Vulkan0": "AMD Radeon"}'""", "ok", "Vulkan0 (AMD Radeon)"),
+        ("echo '{}'", "note", "no GPU"),
+        ("kill -SEGV $$", "bad", "SIGSEGV"),
+    ):
+        process.write_text(f"#!/bin/sh\n{does}\n")
+        found = doctor.gguf_devices()
+        assert (found.mark, words in found.what + found.advice) == (mark, True), found
 
 
 def reply(*cards: messages.Card) -> messages.ModelsReply:

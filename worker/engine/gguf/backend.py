@@ -1,6 +1,9 @@
-"""Initialises llama.cpp once per process, passes its log lines on to ours, and finds the devices that it can use."""
+"""Initialises llama.cpp once per process, passes its log lines on to ours, and finds the devices that it can use.
+
+`python -m tokenbus.worker.engine.gguf.backend` prints the GPUs, with the descriptions of their drivers, as JSON."""
 
 import ctypes
+import json
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -176,3 +179,8 @@ def device_memory(there: dict[str, int]) -> list[DeviceMemory]:
 def as_device_array(addresses: Sequence[int]) -> ctypes.Array[ctypes.c_void_p]:
     """Returns addresses as llama.cpp takes them, with a null after the last."""
     return (ctypes.c_void_p * (len(addresses) + 1))(*addresses)
+
+
+if __name__ == "__main__":
+    init()
+    print(json.dumps({name: device_description(address) for name, address in gpus().items()}))
