@@ -14,7 +14,7 @@ PRODUCT := .venv/.product
 READY := .venv/.ready
 # Where it is set, as in many containers, every test process would compile all tests again in every run.
 unexport PYTHONDONTWRITEBYTECODE
-SPREAD := --forks=4 --ignore tests/laws
+SPREAD := --forks=4
 
 .PHONY: up install test test-long durations check conformance console-check hostile chaos test-upgrade test-versions device-check soak architectures architectures-check format bench demo-model dashboards rules site release help clean
 
@@ -24,8 +24,13 @@ up: $(PRODUCT) ## run broker, router, two workers and gateway
 # Only what `make up` sets up, for a machine that runs workers of another's broker.
 install: $(PRODUCT) ## set up .venv only, for a machine with some of the processes
 
-test: check ## linters, types, laws and all tests
-	$(BIN)/pytest $(SPREAD) -m "not long" $(ARGS)
+# Types are checked beside the tests, whose processes share two processors; what mypy says comes at the end.
+test: $(READY) ## linters, types, laws and all tests
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	@$(BIN)/mypy >.venv/mypy.log 2>&1 & types=$$!; trap "kill $$types" INT TERM; \
+	  echo $(BIN)/pytest $(SPREAD) -m "'not long'" $(ARGS); $(BIN)/pytest $(SPREAD) -m "not long" $(ARGS); tests=$$?; \
+	  echo $(BIN)/mypy; wait $$types; types=$$?; cat .venv/mypy.log; exit $$((tests | types))
 
 # What `make test` leaves out: all examples of the rules that hypothesis tries, and tests of real processes that repeat
 # what others prove.

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.in_part import in_part
 from tests.support.system import running_up
 from tests.support.wire_answers import answer_of
 from tokenbus.client.answer import Answer, AnswerBuilder
@@ -19,7 +20,7 @@ TOOLS = [tool_definitions.definition("get_weather"), tool_definitions.definition
 ASKED = ChatMessage(role="user", content="What is the weather in Limora?")
 
 
-@pytest.fixture(scope="module", params=["gguf", "onnx"])
+@pytest.fixture(scope="module", params=in_part(["gguf", "onnx"], 2))
 def url(request: pytest.FixtureRequest) -> Iterator[str]:
     with running_up("--workers", "1", "--engine", request.param) as url:
         yield url

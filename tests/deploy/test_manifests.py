@@ -67,6 +67,7 @@ def test_a_manifest_is_what_kubernetes_takes(document: dict[str, Any]) -> None:
         kubernetes_validate.validate(document, version, strict=True)
 
 
+@pytest.mark.long
 def test_an_object_of_an_operator_is_what_its_schema_takes() -> None:
     pytest.importorskip("cloudcoil", reason="the schemas of operators are not installed")
     foreign = [document for _, document in documents() if document["apiVersion"] in OPERATORS]

@@ -29,6 +29,7 @@ def wheel_of(root: Path, folder: Path) -> set[str]:
     return set(zipfile.ZipFile(path).namelist())
 
 
+@pytest.mark.long
 def test_a_wheel_has_one_top_level_name_and_is_the_same_when_it_is_built_through_the_source_distribution(
     tmp_path: Path,
 ) -> None:

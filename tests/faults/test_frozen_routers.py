@@ -61,6 +61,7 @@ def placed_by(system: System, router: str, request_id: str) -> bool:
     return any(line.get("request_id") == f"default:{request_id}" for line in system.log(router))
 
 
+@pytest.mark.long
 async def test_requests_after_three_seconds_are_answered_and_streams_are_not_disturbed(system: System) -> None:
     bare = await system.connect()
     running = [await bare.generate(STORY | {"max_tokens": LONG}) for _ in range(4)]
@@ -74,6 +75,7 @@ async def test_requests_after_three_seconds_are_answered_and_streams_are_not_dis
         assert answer.flaws == (0, 0)
 
 
+@pytest.mark.long
 async def test_a_frozen_guardian_is_replaced_so_that_its_streams_outlive_their_worker(system: System) -> None:
     bare = await system.connect()
     answers = {f"r{n}": await bare.generate(STORY | {"max_tokens": LONG, "id": f"r{n}"}) for n in range(8)}

@@ -100,6 +100,7 @@ async def test_a_client_that_stops_reading_disturbs_nobody(system: System) -> No
         await stopped.wait()
 
 
+@pytest.mark.long
 async def test_cancels_and_resyncs_for_nothing_and_ids_used_again_are_bounded_and_harm_nobody(system: System) -> None:
     system.router("router")
     system.worker("worker-a")

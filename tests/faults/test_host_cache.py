@@ -9,6 +9,7 @@ import pytest
 
 from tests.support.engines import stateful
 from tests.support.exact_client import until_idle, until_ready
+from tests.support.in_part import in_part
 from tests.support.system import System
 
 STORY = {"prompt": "Once upon a time there was a little fox who lived by the river. " * 6, "max_tokens": 8}
@@ -56,7 +57,7 @@ async def test_a_known_prompt_computes_less_than_a_block_after_the_worker_is_kil
     assert usage["prompt_tokens"] - usage["cached_tokens"] <= 16
 
 
-@pytest.mark.parametrize("kind", ["hybrid", "window"])
+@pytest.mark.parametrize("kind", in_part(["hybrid", "window"], 2))
 async def test_a_conversation_goes_on_where_it_was_after_its_worker_has_left_or_was_killed_with_9(
     system: System, tmp_path: Path, kind: str
 ) -> None:

@@ -76,6 +76,7 @@ async def test_all_models_go_on_when_their_engine_is_killed_while_one_has_borrow
     assert {card["model"]: card["total_kv_blocks"] for card in await until_ready(bare, 3)} == blocks
 
 
+@pytest.mark.long
 async def test_a_late_model_is_fitted_beside_busy_ones_or_refused_with_what_they_keep(
     system: System, tmp_path: Path
 ) -> None:

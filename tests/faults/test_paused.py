@@ -9,17 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.hostile.scale import times
+from tests.hostile.scale import IS_LONG, times
 from tests.support.exact_client import ask, cards, until_idle, until_ready
 from tests.support.raw_client import RawClient
 from tests.support.system import System
 from tokenbus.client.wire.wire_client import WireClient
 
 VICTIMS = ("engine", "front", "router")
-PAUSES_S = (0.5, 3.0, times(15, 40))
-"""A moment; longer than a frontend may be silent; longer than any limit of a stream. The longest of these is the 10 s
-of silence that a client waits, with two resyncs after it."""
-NUM_TOKENS = 300
+PAUSES_S = (*((0.5,) if IS_LONG else ()), 3.0, times(15, 40))
+"""A moment, in the long form; longer than a frontend may be silent; longer than any limit of a stream. The longest of
+these is the 10 s of silence that a client waits, with two resyncs after it."""
+NUM_TOKENS = times(150, 300)
 
 
 @contextlib.contextmanager

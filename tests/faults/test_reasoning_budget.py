@@ -2,6 +2,8 @@
 
 import signal
 
+import pytest
+
 from tests.support.exact_client import until_ready
 from tests.support.raw_client import Answer, check_stream
 from tests.support.system import System
@@ -30,6 +32,7 @@ def token_ids_of(answer: Answer) -> list[int]:
     return [token_id for message in answer.messages for token_id in message.get("token_ids", ())]
 
 
+@pytest.mark.long
 async def test_reasoning_is_closed_at_the_same_token_when_its_worker_is_killed_before_or_after(system: System) -> None:
     system.router("router")
     for name in ("worker-a", "worker-b"):

@@ -18,8 +18,8 @@ SIZES = ("context_length", "max_num_seqs", "kv_block_size", "total_kv_blocks")
 @pytest.mark.parametrize(
     ("architecture", "settings"),
     [
-        ("gemma3", ()),
-        ("gpt-oss", ("--replicas", "1", "--kv-budget", "8")),
+        pytest.param("gemma3", (), marks=pytest.mark.long),
+        pytest.param("gpt-oss", ("--replicas", "1", "--kv-budget", "8"), marks=pytest.mark.long),
         ("jamba", ("--kv-tokens", "512", "--max-num-seqs", "2")),
     ],
     ids=["windows", "windows in a budget", "a hybrid with less memory than its context"],

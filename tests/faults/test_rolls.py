@@ -62,6 +62,7 @@ async def test_streams_go_on_at_another_worker_when_theirs_is_stopped(system: Sy
     assert (await whole.terminal())["usage"]["completion_tokens"] == short["max_tokens"]
 
 
+@pytest.mark.long
 async def test_streams_of_the_only_worker_go_on_when_it_is_stopped_and_started_again(system: System) -> None:
     system.router("router")
     system.worker("worker", *AT_ONCE)
@@ -81,6 +82,7 @@ async def test_streams_of_the_only_worker_go_on_when_it_is_stopped_and_started_a
     [pytest.param(signal.SIGTERM, marks=pytest.mark.long), signal.SIGKILL],
     ids=["stopped", "killed"],
 )
+@pytest.mark.long
 async def test_streams_survive_their_worker_after_their_router_was(system: System, how: signal.Signals) -> None:
     for name in ROUTERS:
         system.router(name)

@@ -3,6 +3,8 @@
 import asyncio
 from typing import Any
 
+import pytest
+
 from tests.support.exact_client import until_idle, until_ready
 from tests.support.raw_client import RawClient
 from tests.support.system import System
@@ -28,6 +30,7 @@ class _Conversation:
         self._said.append({"role": "user", "content": f"And then, {len(self.terminals)}?"})
 
 
+@pytest.mark.long
 async def test_conversations_stay_where_they_are_held_and_the_router_predicts_what_is_cached(system: System) -> None:
     system.router("router")
     # without copies in host memory, no blocks are fetched: what a worker has computed stays where it is

@@ -9,6 +9,7 @@ import pytest
 from nats.errors import NoRespondersError
 
 from tests.support.exact_client import until_ready
+from tests.support.in_part import in_part
 from tests.support.raw_client import PREFIX
 from tests.support.system import System
 from tokenbus.client.wire.wire_client import WireClient
@@ -28,7 +29,7 @@ async def system(tmp_path: Path) -> AsyncIterator[System]:
     await system.stop()
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("how", in_part([signal.SIGKILL, signal.SIGTERM], 2))
 async def test_requests_on_their_way_to_a_router_that_ends_reach_another_one(
     system: System, how: signal.Signals
 ) -> None:

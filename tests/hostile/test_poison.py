@@ -9,6 +9,7 @@ from tests.hostile import scale
 from tests.support import poisoned_model
 from tests.support.engines import exact_demo
 from tests.support.exact_client import until_idle, until_ready
+from tests.support.in_part import in_part
 from tests.support.raw_client import Answer, Message, RawClient
 from tests.support.system import System
 
@@ -42,7 +43,7 @@ async def answers(client: RawClient, requests: list[Message]) -> list[str]:
     return [one.text for one in asked]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", in_part(LAYOUTS, 2))
 async def test_requests_that_overflow_end_alone_whoever_runs_beside_them_or_comes_later(
     system: System, tmp_path: Path, layout: str
 ) -> None:

@@ -22,7 +22,7 @@ from tests.support.raw_client import PREFIX, Answer, RawClient
 from tests.support.system import System
 
 ANIMALS = ("fox", "cat", "dog", "bear", "mouse", "owl")
-STREAMS = times(3, 6)
+STREAMS = times(2, 6)
 WORKERS = ("w-1", "w-2")
 
 Request = dict[str, Any]
@@ -76,7 +76,7 @@ class Victim:
 
     async def _ask(self, animal: str) -> Answer:
         prompt = f"Once upon a time there was a {animal}"
-        request = {"prompt": prompt, "max_tokens": 48, "temperature": 0, "ignore_eos": True, "logprobs": 2}
+        request = {"prompt": prompt, "max_tokens": times(24, 48), "temperature": 0, "ignore_eos": True, "logprobs": 2}
         return await self._client.ask(request, subject=f"{PREFIX}.generate.demo.acme")
 
     def _compare(self, animal: str, answer: Answer) -> None:
@@ -138,7 +138,7 @@ async def constrain(attacker: Attacker) -> None:
 
 
 async def salt(attacker: Attacker) -> None:
-    count = times(100, 5_000)
+    count = times(50, 5_000)
     for start in range(0, count, 50):
         await attacker.send(
             *({"prompt": "Once upon a time", "max_tokens": 1, "cache_salt": f"s{start + n}"} for n in range(50))
@@ -174,11 +174,11 @@ async def upload_twice(attacker: Attacker) -> None:
 
 
 async def overload(attacker: Attacker) -> None:
-    await attacker.send(*({"prompt": "Once upon a time", "max_tokens": 8} for _ in range(times(100, 2_000))))
+    await attacker.send(*({"prompt": "Once upon a time", "max_tokens": 8} for _ in range(times(50, 2_000))))
 
 
 async def converse(attacker: Attacker) -> None:
-    turns = [{"role": "user", "content": "x" * 300} for _ in range(3_000)]
+    turns = [{"role": "user", "content": "x" * 300} for _ in range(times(1_000, 3_000))]
     await attacker.send(*({"messages": turns, "max_tokens": 4} for _ in range(4)))
 
 

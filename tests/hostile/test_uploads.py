@@ -67,6 +67,7 @@ async def test_a_tenant_uses_up_its_own_share_and_no_other_tenant_notices(system
             await works(client)
 
 
+@pytest.mark.long
 async def test_sixty_four_small_announcements_are_all_that_a_tenant_may_make(system: System, enemy: RawClient) -> None:
     answers = [await announce(enemy, 1) for _ in range(times(100, 5_000))]
     assert ["upload" in one for one in answers] == [True] * 64 + [False] * (len(answers) - 64)
@@ -129,6 +130,7 @@ async def test_a_body_that_is_no_request_is_refused_like_in_one_message(enemy: R
         assert code(refused) == "invalid_request"
 
 
+@pytest.mark.long
 async def test_what_is_never_finished_is_forgotten_and_takes_no_memory(system: System, enemy: RawClient) -> None:
     before = system.memory_bytes("router")
     for _ in range(times(1, 5)):

@@ -10,6 +10,7 @@ import pytest
 
 from tests.support.engines import stateful
 from tests.support.exact_client import until_idle, until_ready
+from tests.support.in_part import in_part
 from tests.support.raw_client import Answer, RawClient, check_stream
 from tests.support.system import System
 
@@ -43,7 +44,7 @@ async def ask(
     return token_ids_of(stream), terminal
 
 
-@pytest.mark.parametrize("kind", ["hybrid", "recurrent", "window"])
+@pytest.mark.parametrize("kind", in_part(["hybrid", "recurrent", "window"], 3))
 async def test_a_conversation_goes_on_at_the_worker_and_token_where_it_ended(system: System, kind: str) -> None:
     for name in ("a", "b"):
         system.worker(name, *EXACT, model=stateful(kind).model)

@@ -209,6 +209,7 @@ async def test_under_load_no_panel_and_no_rule_is_without_data_and_no_alert_fire
         assert await prometheus.values("sum(vllm:generation_tokens_total) > 0")
 
 
+@pytest.mark.long
 async def test_alerts_fire_when_workers_and_routers_are_killed_and_clear_when_they_are_back(watched: Watched) -> None:
     prometheus = watched.prometheus
     await watched.router()
@@ -233,6 +234,7 @@ async def test_alerts_fire_when_workers_and_routers_are_killed_and_clear_when_th
     await prometheus.until_clear("TokenbusRouterDown", "TokenbusNoRouter")
 
 
+@pytest.mark.long
 async def test_alerts_fire_when_the_queue_is_full_and_clear_when_it_is_worked_off(watched: Watched) -> None:
     prometheus = watched.prometheus
     await watched.router("--max-queued-requests", "4")

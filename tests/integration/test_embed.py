@@ -150,6 +150,7 @@ def bare_vectors(inputs: list[list[int]]) -> np.ndarray:
     return np.array([row / np.linalg.norm(row) for row in rows])
 
 
+@pytest.mark.long
 async def test_a_worker_that_generates_embeds_beside_its_streams_and_changes_none_of_their_bytes(
     system: System,
 ) -> None:

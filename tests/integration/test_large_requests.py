@@ -131,6 +131,7 @@ async def test_a_stream_with_a_prompt_in_several_parts_is_taken_from_a_worker_th
 
 
 @small_messages
+@pytest.mark.long
 async def test_a_stream_with_a_prompt_in_several_parts_gets_another_guardian_that_continues_it(
     system: System,
 ) -> None:
@@ -149,6 +150,7 @@ async def test_a_stream_with_a_prompt_in_several_parts_gets_another_guardian_tha
 
 
 @small_messages
+@pytest.mark.long
 async def test_a_router_that_stops_hands_over_a_large_request_that_waits(system: System) -> None:
     await started(system, "worker-0", flags=(*SLOW, "--max-num-seqs", "1"))
     async with await WireClient.connect(system.url, encoding=codec.Encoding.MSGPACK) as client:

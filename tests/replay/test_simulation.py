@@ -54,7 +54,7 @@ def test_kv_computes_less_than_half_of_what_round_robin_computes_for_conversatio
 
 def test_three_routers_do_not_send_a_common_prefix_to_one_worker() -> None:
     """All prompts have a common prefix and arrive in bursts, and each router learns of the others' placements late."""
-    workload = "shared:requests=400,rate=60,burst=12,groups=1,shared_tokens=256,prompt_tokens=64"
+    workload = "shared:requests=200,rate=60,burst=12,groups=1,shared_tokens=256,prompt_tokens=64"
     done = outcomes(workload, KvAware(), routers=3, delay_ms=20.0)
     counts = Counter(one.worker for one in done)
     assert max(counts.values()) < 0.35 * len(done), counts

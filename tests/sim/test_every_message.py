@@ -99,9 +99,9 @@ def test_without_a_fault_all_comes_from_its_first_worker_which_faults_strike_for
         assert [heard.workers for heard in exchange.simple_client.heard.values()] == [{1: exchange.worker.name}]
 
 
-@pytest.mark.parametrize("one_in", [10, pytest.param(5, marks=pytest.mark.long)])
+@pytest.mark.parametrize("one_in", [20, pytest.param(5, marks=pytest.mark.long)])
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_a_stream_outlives_a_fault_before_any_message(fault: Fault, one_in: int) -> None:
     numbers = (number for number in itertools.count(1) if is_chosen(fault, number, one_in))
     tried = len(list(itertools.takewhile(lambda number: has_message(fault, number), numbers)))
-    assert tried > 5
+    assert tried > 1

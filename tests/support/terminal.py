@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Self
 
+from tests.support.zygote import own_terminal
+
 _PATIENCE_S = 60.0
 
 
@@ -32,7 +34,7 @@ class Terminal:
             stderr=end,
             env=_inherited() | {"TERM": "xterm"} | variables,
             start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # Ctrl-C and Ctrl-Z come from it
+            preexec_fn=own_terminal,
         )
         self._unread = b""
 

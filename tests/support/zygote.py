@@ -30,10 +30,12 @@ import signal
 import socket
 import subprocess
 import sys
+import termios
 import threading
 import traceback
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import tokenbus.protocol.process.lean_imports  # noqa: F401  # before structlog, as these processes do
@@ -43,8 +45,10 @@ _PARENTS = ("tokenbus.cli.start", "tokenbus.worker.engine.process.main")
 _LEAVES = ("tokenbus.protocol.prompt.renderer_process", "tokenbus.worker.engine.constraints.nursery")
 """Modules whose processes execute nothing themselves."""
 _PRELOADED = ("tokenbus.cli.main", "tokenbus.worker.serve", "tokenbus.worker.engine.gguf.runner")
-_READ_AT_START = ("GGML_", "GOMP_", "HF_", "HOME", "HUGGINGFACE_", "LANG", "LC_", "LD_", "OMP_", "PYTHON", "XDG_CACHE_")
+_READ_AT_START = ("GGML_", "GOMP_", "HOME", "LANG", "LC_", "LD_", "OMP_", "PYTHON", "XDG_CACHE_")
 """Prefixes of variables that the interpreter or a library reads when it is loaded."""
+_HUB = ["huggingface_hub", "huggingface_hub.constants"]
+"""What of this library is loaded by then. The second has read variables: each process reads its own."""
 _PYTHON = sys.executable  # which a test may replace later
 _ROOT = Path(__file__).parents[2]
 _MAX_REQUEST_BYTES = 1 << 18
@@ -66,7 +70,8 @@ class Request(NamedTuple):
     fds: list[int]
     signal_mask: list[int]
     new_session: bool
-    ends_with_parent: bool
+    preexec: str
+    """The name of one of `_PREEXEC`, or nothing."""
 
 
 class Zygote:
@@ -86,6 +91,14 @@ class Zygote:
         with self._lock:
             socket.send_fds(self._control, [json.dumps(request).encode()], fds)
             return int(self._control.recv(16))
+
+
+def own_terminal() -> None:
+    """Makes standard input the terminal of this process's session, from which Ctrl-C and Ctrl-Z come."""
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
+_PREEXEC = {function.__name__: function for function in (end_with_parent, own_terminal)}
 
 
 def install() -> None:
@@ -117,7 +130,7 @@ def _use(zygote: Zygote | None) -> None:
         words = [os.fsdecode(word) for word in arguments]
         environment = dict(os.environ) if variables is None else dict(_split(os.fsdecode(pair)) for pair in variables)
         module = _module(words)
-        if module not in (*_PARENTS, *_LEAVES) or not close_fds or preexec_fn not in (None, end_with_parent):
+        if module not in (*_PARENTS, *_LEAVES) or not close_fds or preexec_fn not in (None, *_PREEXEC.values()):
             return int(_execute(*call))
         if zygote is None and threading.current_thread() is threading.main_thread():  # see `parent`
             zygote = _executed(now)
@@ -130,7 +143,7 @@ def _use(zygote: Zygote | None) -> None:
             [0, 1, 2, *pass_fds],
             [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, [])],
             new_session,
-            preexec_fn is end_with_parent,
+            "" if preexec_fn is None else preexec_fn.__name__,
         )
         inherited = [own if given == -1 else given for own, given in enumerate(standard)]
         return zygote.start(request, [*inherited, *pass_fds])
@@ -222,6 +235,7 @@ def _preload() -> None:
     for name in (*_PARENTS, *_LEAVES, *_PRELOADED, *named):
         importlib.import_module(name)
     assert len(os.listdir("/proc/self/task")) == 1, "a module starts a thread when it is imported"
+    assert [name for name in sys.modules if name.startswith(_HUB[0])] == _HUB
     gc.collect()
     gc.freeze()
 
@@ -268,8 +282,6 @@ def _become(request: Request, fds: list[int]) -> None:
         os.setsid()
     if request.arguments[0] in _PARENTS:
         _have_zygote(request, fds)
-    if request.ends_with_parent:
-        end_with_parent()
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -277,10 +289,26 @@ def _become(request: Request, fds: list[int]) -> None:
     os.environ.clear()
     os.environ.update(request.environment)
     os.chdir(request.folder)
+    _load_when_used(sys.modules[_HUB[1]])
     _place(fds, request.fds)
+    if request.preexec:
+        _PREEXEC[request.preexec]()
     sys.stdin, sys.stdout, sys.stderr = _stream(0, "r"), _stream(1, "w"), _stream(2, "w")
     sys.argv = [str(sys.modules[request.arguments[0]].__file__), *request.arguments[1:]]
     _show([sys.executable, "-m", *request.arguments])
+
+
+def _load_when_used(module: ModuleType) -> None:
+    """Lets a module be loaded once more, with the variables of that time, as if it had not been imported before."""
+
+    def load(name: str) -> Any:
+        del module.__getattr__
+        importlib.reload(module)
+        return getattr(module, name)
+
+    for name in [name for name in vars(module) if not name.startswith("__")]:
+        delattr(module, name)
+    module.__getattr__ = load  # type: ignore[method-assign]
 
 
 def _have_zygote(request: Request, fds: list[int]) -> None:

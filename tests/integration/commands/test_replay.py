@@ -39,6 +39,7 @@ def test_a_replay_is_the_same_twice_to_the_last_byte_and_draws_its_plots(tmp_pat
         assert {"mean", "p50", "p99"} <= run["ttft_ms"].keys() & run["itl_ms"].keys()
 
 
+@pytest.mark.long
 def test_offline_and_live_agree_on_the_hit_rate_of_the_same_placements(tmp_path: Path) -> None:
     # what `kv` chooses depends on the waits of the moment, and those on what else the machine does
     found = []

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
+from tests.support.in_part import in_part
 from tokenbus.worker.chat_format.answer_grammar import Tools, calls_grammar, reasoning_grammar
 from tokenbus.worker.chat_format.known_formats import KNOWN_FORMATS, with_tokens
 from tokenbus.worker.chat_format.lark import GrammarError
@@ -172,12 +173,12 @@ def test_every_answer_that_a_grammar_allows_is_read_as_calls_of_the_tools(name: 
 
 
 @pytest.mark.parametrize("name", [name for name in FORMATS if name not in ("gemma-4", "llama-4")])
-@pytest.mark.parametrize("tool", REFERRING)
+@pytest.mark.parametrize("tool", in_part(REFERRING, 2))
 def test_a_schema_that_refers_to_itself_is_followed(name: str, tool: str) -> None:
     assert num_calls_read(name, {tool: REFERRING[tool]}, is_required=True, num_answers=8)
 
 
-@pytest.mark.parametrize("name", [name for name, form in FORMATS.items() if form.calls])
+@pytest.mark.parametrize("name", in_part([name for name, form in FORMATS.items() if form.calls], 4))
 def test_a_value_may_be_one_of_many_thousand(name: str) -> None:
     values = [f"{number * 7_919 % 100_003}" for number in range(7_000)]
     code = {"type": "string", "enum": [*values, "1", "a</", "a"]}

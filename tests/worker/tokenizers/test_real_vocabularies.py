@@ -34,9 +34,9 @@ OFFERED = {
 }
 """No bundles are offered for WordPiece and Unigram, which only embedding models use."""
 
-QUICK = {"bert-bge", "gemma-4", "gpt-2", "llama-spm", "nomic-bert-moe", "phi-3", "qwen2"}
-"""One or two vocabularies of each kind. The others are merged like these, and how each of them cuts a text,
-test_tokenizers.py tries on a small vocabulary in every run."""
+QUICK = {"bert-bge", "gpt-2", "llama-spm", "nomic-bert-moe", "qwen2"}
+"""One or two vocabularies of each kind, and none of the largest. The others are merged like these, and how each of them
+cuts a text, test_tokenizers.py tries on a small vocabulary."""
 
 _BETWEEN = "\n__ggml_vocab_test__\n"
 

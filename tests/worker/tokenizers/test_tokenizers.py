@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support import vocabularies
+from tests.support.in_part import in_part
 from tests.support.vocabularies import Loaded
 from tokenbus.protocol.prompt import prompt, tokenizer_bundle
 from tokenbus.worker.tokenizers import gguf_bundle, probe_texts
@@ -67,7 +68,7 @@ def cut_sensitive(pre: str) -> dict[str, vocabularies.Entry]:
     }
 
 
-@pytest.mark.parametrize("pre", [names[0] for names in NAMES_OF_CUT.values()])
+@pytest.mark.parametrize("pre", in_part([names[0] for names in NAMES_OF_CUT.values()], 3))
 def test_every_kind_of_cut_is_llama_cpps(tmp_path: Path, pre: str) -> None:
     chance = random.Random(pre)
     with vocabularies.load(vocabularies.write(tmp_path / "vocab.gguf", cut_sensitive(pre))) as loaded:
@@ -78,7 +79,7 @@ def test_every_kind_of_cut_is_llama_cpps(tmp_path: Path, pre: str) -> None:
             assert encode(text) == loaded.tokenizer.encode(text), text
 
 
-@pytest.mark.parametrize("names", NAMES_OF_CUT.values(), ids=lambda names: names[0])
+@pytest.mark.parametrize("names", in_part(NAMES_OF_CUT.values(), 3), ids=lambda names: names[0])
 def test_all_names_of_a_cut_mean_the_same_to_llama_cpp(tmp_path: Path, names: list[str]) -> None:
     made = []
     for name in names:

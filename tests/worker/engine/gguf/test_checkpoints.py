@@ -183,15 +183,15 @@ def test_answers_do_not_depend_on_reuse_under_pressure(make: Make, budget_states
     draw = np.random.default_rng(2)
     system = draw.integers(5, VOCAB, 100).tolist()
     for _ in range(8):
-        fleet.ask(system + draw.integers(5, VOCAB, 30).tolist(), 120)
+        fleet.ask(system + draw.integers(5, VOCAB, 30).tolist(), 60)
     num_turns = 0
     while fleet.scheduler.has_work:
         before = len(fleet.ended)
         fleet.step(int(draw.integers(1, 120)))
         for sequence in fleet.ended[before:]:
-            if sequence.num_tokens < 500:
+            if sequence.num_tokens < 300:
                 num_turns += 1
-                fleet.ask([*sequence.token_ids, *draw.integers(5, VOCAB, 25).tolist()], 100)
+                fleet.ask([*sequence.token_ids, *draw.integers(5, VOCAB, 25).tolist()], 60)
     assert fleet.scheduler.counts.preemptions
     assert fleet.checkpoints.restored > num_turns / 2
     assert bool(fleet.checkpoints.evicted) == (budget_states == 3)

@@ -14,10 +14,10 @@ from tokenbus.worker.contract.engine_settings import EngineSettings
 from tokenbus.worker.engine_client.client import EngineClient
 from tools.demo_model.onnx_graph import Flavour
 
-CONTEXT = 4_096
+CONTEXT = 2_048
 SHAPE = Shape(layers=2, width=512, feed_forward=512, heads=8, kv_heads=8, vocab=512, context=CONTEXT)
 TOKEN_BYTES = 2 * 2 * 512 * 4
-STREAMS = 8
+STREAMS = 4
 
 
 def request(key: str, token_ids: list[int], max_tokens: int) -> engine_request.EngineRequest:
@@ -62,12 +62,12 @@ async def test_a_growing_session_and_streams_that_share_it_stay_within_the_plan(
 
     watching = asyncio.create_task(watch())
     for turn in range(1, 4):  # each prompt begins with the one before
-        await answers(engine, [request(f"turn {turn}", text[: turn * 1_024], 8)])
+        await answers(engine, [request(f"turn {turn}", text[: turn * CONTEXT // 4], 8)])
     session = highest - loaded
     await answers(engine, [request(f"stream {one}", [*text, one], 24 + one) for one in range(STREAMS)])
     watching.cancel()
     await engine.cleanup()
-    assert session > 2_000 * TOKEN_BYTES
+    assert session > CONTEXT // 2 * TOKEN_BYTES
     assert highest - loaded > 2 * CONTEXT * TOKEN_BYTES, "the streams have copies of the prefix"
     assert highest <= 1.05 * (plan.planned_bytes), (highest, plan)
     assert highest - loaded <= 1.05 * (plan.kv_bytes + plan.compute_bytes)
