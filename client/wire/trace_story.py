@@ -143,7 +143,10 @@ def _reasons(trace: messages.RequestTrace, attempt: messages.TraceAttempt) -> It
             if attempt.candidates > 1 and attempt.held_tokens >= attempt.most_held_tokens
             else ""
         )
-        yield f"it held {attempt.held_tokens:,} of the prompt's {trace.prompt_tokens:,} tokens{most}"
+        whole = f"the prompt's {trace.prompt_tokens:,} tokens"
+        if attempt.tokens:
+            whole = f"the {trace.prompt_tokens + attempt.tokens:,} tokens of prompt and answer"
+        yield f"it held {attempt.held_tokens:,} of {whole}{most}"
     else:
         is_like_others = attempt.candidates > 1 and not attempt.most_held_tokens
         yield "no worker held any of the prompt" if is_like_others else "it held nothing of the prompt"

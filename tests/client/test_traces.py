@@ -105,6 +105,13 @@ def test_the_story_says_why_it_waited_which_worker_it_had_and_where_it_continued
     ]
 
 
+def test_what_a_worker_held_where_a_stream_continued_is_a_part_of_prompt_and_answer() -> None:
+    first, second = SURVIVOR.attempts
+    second = msgspec.structs.replace(second, held_tokens=96, most_held_tokens=96)
+    told = trace_story.story(msgspec.structs.replace(SURVIVOR, attempts=[first, second]), "one")
+    assert any("it held 96 of the 380 tokens of prompt and answer (no other held more)" in one for one in told)
+
+
 def test_a_wait_that_was_misjudged_is_called_longer_than_expected() -> None:
     late = msgspec.structs.replace(SURVIVOR, worker_queue_ms=3_000.0)
     assert any(
