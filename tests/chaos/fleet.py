@@ -70,8 +70,8 @@ class Fleet:
 
     def accepted_ids(self) -> set[str]:
         """Returns the ids of all requests that a worker has accepted."""
-        lines = [line for name in self._all_workers for line in self._system.log(name)]
-        return {_request_id(line) for line in lines if line["event"] == "request_started"}
+        logs = (self._system.log(name, event="request_started") for name in self._all_workers)
+        return {_request_id(line) for lines in logs for line in lines}
 
     async def carry_out(self, fault: Fault, open_ids: Callable[[], set[str]]) -> bool:
         """Carries out a fault; returns False if there was no process that it could strike.
@@ -118,11 +118,7 @@ class Fleet:
 
     async def _kill_router_then_worker(self, router: str, between_s: float, open_ids: Callable[[], set[str]]) -> bool:
         """Kills a router, and later the worker that has most of the streams placed by this router."""
-        placed = {
-            _request_id(line): line["worker_id"]
-            for line in self._system.log(router)
-            if line["event"] == "request_placed"
-        }
+        placed = {_request_id(line): line["worker_id"] for line in self._system.log(router, event="request_placed")}
         self._restart(router)
         await asyncio.sleep(between_s)
         counts = Counter(str(placed[one]) for one in open_ids() if one in placed)

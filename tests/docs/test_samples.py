@@ -1,15 +1,38 @@
-"""The samples of commands in the documentation have the lines and columns that they print."""
+"""The commands in the documentation are ones that there are, and their samples have the lines that they print."""
 
 import re
+from pathlib import Path
+
+import pytest
 
 from tests.cli.test_doctor import reply
 from tests.cli.test_top import rows
 from tests.replay.test_load_page import report_of, stats_of
 from tests.router.builders import card
-from tests.support.doc_samples import sample, skeleton
+from tests.support.doc_samples import DOCS, commands, sample, skeleton
 from tokenbus.cli.commands import doctor, top
+from tokenbus.cli.console import catalog
 from tokenbus.protocol.wire import messages
 from tokenbus.replay.load import table
+
+PAGES = [*sorted(DOCS.glob("*.md")), DOCS.parent / "README.md"]
+STANDS_FOR = {"...": ["--model", "a.gguf"], "$inbox": ["--inbox-prefix", "_INBOX_{tenant}"]}
+
+
+def test_commands_are_found_behind_prompts_and_variables_and_between_others() -> None:
+    lines = ("A=b tokenbus up --json &", "K=$(./tokenbus keys list | tee x)", "kubectl tokenbus no")
+    text = "".join(f"```console\n$ {line}\ntokenbus says this\n```\n" for line in lines)
+    assert list(commands(text)) == [["up", "--json"], ["keys", "list"]]
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if list(commands(page.read_text()))], ids=lambda page: page.stem
+)
+def test_every_command_of_a_page_is_one_that_tokenbus_takes(page: Path) -> None:
+    for command, *given in commands(page.read_text()):
+        if not command.startswith("-"):
+            words = [part for word in given for part in STANDS_FOR.get(word, [word])]
+            catalog.make_parser(command).parse_args(words)
 
 
 def test_the_sample_of_top_has_the_columns_that_top_shows_in_their_order() -> None:
