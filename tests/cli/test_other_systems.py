@@ -89,11 +89,11 @@ for name in sys.argv[1:]:
     [
         ("Windows", ["top", "--once", *NOWHERE], NO_BROKER),
         ("Windows", ["generate", *NOWHERE, "--model", "m", "x"], NO_BROKER),
-        ("Windows", ["models", *NOWHERE], NO_BROKER),
+        pytest.param("Windows", ["models", *NOWHERE], NO_BROKER, marks=pytest.mark.long),
         ("Windows", ["doctor", *NOWHERE, "--ports", ""], "\n1 to fix"),
         ("Windows", ["worker"], f"tokenbus: the command worker {ON_WINDOWS}"),
-        ("macOS", ["models", *NOWHERE], NO_BROKER),
-        ("macOS", ["doctor", *NOWHERE, "--ports", ""], "\n1 to fix"),
+        pytest.param("macOS", ["models", *NOWHERE], NO_BROKER, marks=pytest.mark.long),
+        pytest.param("macOS", ["doctor", *NOWHERE, "--ports", ""], "\n1 to fix", marks=pytest.mark.long),
         ("macOS", ["up"], f"tokenbus: the command up {ON_MACOS}"),
     ],
 )

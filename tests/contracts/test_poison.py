@@ -72,8 +72,8 @@ class Poisonous(NamedTuple):
 
 
 EVERY = [f"token-{name}" for name in BY_TOKEN] + [f"adapter-{name}" for name in BY_ADAPTER]
-LONG = ("token-unified-f16", "token-unified-flash", "token-unified-q4_0", "token-window-flash")
-"""Of these caches, `make test` tries q8_0, which has flash attention, and a window."""
+LONG = ("adapter-onnx-plain", "token-unified-f16", "token-unified-flash", "token-unified-q4_0", "token-window-flash")
+"""Of these caches, `make test` tries q8_0, which has flash attention, and a window; of ONNX graphs, that with GQA."""
 
 
 @pytest_asyncio.fixture(params=[pytest.param(one, marks=pytest.mark.long if one in LONG else ()) for one in EVERY])

@@ -17,7 +17,7 @@ from tests.sim.world import Process, World, world
 from tokenbus.protocol.wire import errors
 
 NUM_ROLLS = int(os.environ.get("TOKENBUS_ROLLS", "30"))
-NUM_QUICK = 6
+NUM_QUICK = 3
 """`make test` plays this many of each kind, and `make test-long` the others."""
 SEEDS = [pytest.param(seed, marks=[pytest.mark.long] if seed >= NUM_QUICK else []) for seed in range(NUM_ROLLS)]
 REFUSALS = (errors.Code.NO_WORKER, errors.Code.OVERLOADED, errors.Code.SHUTTING_DOWN)

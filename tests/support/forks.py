@@ -124,22 +124,20 @@ class Forks:
             process.connection.send_bytes(json.dumps(file).encode())
             return
         config = self._session.config
-        if isinstance(said, int):
-            process.tests.remove(said)
-            item = self._session.items[said]
-            config.hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
-        else:
-            report = config.hook.pytest_report_from_serializable(config=config, data=said)
+        item = self._session.items[process.tests.popleft()]
+        for data in said:
+            report = config.hook.pytest_report_from_serializable(config=config, data=data)
             if report.skipped and isinstance(report.longrepr, list):
                 report.longrepr = tuple(report.longrepr)  # as pytest expects it, and JSON has no tuples
             config.hook.pytest_runtest_logreport(report=report)
+        config.hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
 
     def _bury(self, process: _Process) -> None:
         self._processes.remove(process)
         process.close()
-        if process.is_dismissed:
-            return
         if not process.tests:
+            if process.is_dismissed:
+                return
             raise RuntimeError(f"process {process.pid} ended between two tests")
         item = self._session.items[process.tests.popleft()]
         what = f"process {process.pid} ended during this test"
@@ -157,6 +155,8 @@ class _Work:
     def __init__(self, session: pytest.Session, connection: Connection) -> None:
         self._session = session
         self._connection = connection
+        self._reports: list[dict[str, Any]] = []
+        """Those of the test that runs."""
 
     def run(self, number: int) -> None:
         """Runs tests until there are no more, and ends the process."""
@@ -197,7 +197,8 @@ class _Work:
             item.config.hook.pytest_runtest_protocol(
                 item=item, nextitem=None if then is None else self._session.items[then]
             )
-            self._say(now)
+            self._say(self._reports)
+            self._reports = []
             now = then
 
     def _tests(self) -> Iterator[int]:
@@ -210,7 +211,7 @@ class _Work:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         config = self._session.config
-        self._say(config.hook.pytest_report_to_serializable(config=config, report=report))
+        self._reports.append(config.hook.pytest_report_to_serializable(config=config, report=report))
 
     def _say(self, what: Any) -> None:
         self._connection.send_bytes(json.dumps(what, default=str).encode())

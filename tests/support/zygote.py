@@ -44,7 +44,11 @@ from tokenbus.protocol.process.parent import die_with_parent, end_with_parent
 _PARENTS = ("tokenbus.cli.start", "tokenbus.worker.engine.process.main")
 _LEAVES = ("tokenbus.protocol.prompt.renderer_process", "tokenbus.worker.engine.constraints.nursery")
 """Modules whose processes execute nothing themselves."""
-_PRELOADED = ("tokenbus.cli.main", "tokenbus.worker.serve", "tokenbus.worker.engine.gguf.runner")
+_PRELOADED = (
+    "uvloop",
+    *("tokenbus.cli.main", "tokenbus.router.serve", "tokenbus.worker.serve", "tokenbus.gateway.serve"),
+    *("tokenbus.auth.serve", "tokenbus.worker.engine.gguf.runner"),
+)
 _READ_AT_START = ("GGML_", "GOMP_", "HOME", "LANG", "LC_", "LD_", "OMP_", "PYTHON", "XDG_CACHE_")
 """Prefixes of variables that the interpreter or a library reads when it is loaded."""
 _HUB = ["huggingface_hub", "huggingface_hub.constants"]

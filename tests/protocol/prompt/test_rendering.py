@@ -16,7 +16,6 @@ from tests.support import renderer_processes
 from tokenbus.protocol.prompt.rendering import Renderer, RendererSetup
 from tokenbus.protocol.wire import errors, limits, messages
 
-pytestmark = pytest.mark.usefixtures("executed")
 PLAIN = "{% for message in messages %}{{ message.role }}: {{ message.content }}<|end|>{% endfor %}"
 GREEDY = {
     "for ever": "{% for a in n %}{% for b in n %}{% for c in n %}{% endfor %}{% endfor %}{% endfor %}",
