@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 _TESTS = """
 import os, pytest
 
@@ -25,14 +27,17 @@ def test_comes_after(capfd):
 """
 
 
-def test_each_test_is_reported_also_those_after_one_that_ends_its_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_forks", [1, 2])
+def test_each_test_is_reported_also_those_after_one_that_ends_its_process(tmp_path: Path, num_forks: int) -> None:
     (tmp_path / "conftest.py").write_text('pytest_plugins = ("tests.support.forks",)')
     for name in ("test_one.py", "test_other.py"):
         (tmp_path / name).write_text(_TESTS)
-    command = [sys.executable, "-m", "pytest", "-q", "-rs", "--forks=2", f"--rootdir={tmp_path}", str(tmp_path)]
+    (tmp_path / "test_the_last.py").write_text("import os\ndef test_dies(): os._exit(0)")
+    forks = (f"--forks={num_forks}", f"--rootdir={tmp_path}")
+    command = [sys.executable, "-m", "pytest", "-q", "-rs", *forks, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert "4 failed, 4 passed, 2 skipped" in done.stdout
+    assert "5 failed, 4 passed, 2 skipped" in done.stdout
     assert done.stdout.count("it says why") >= 2
-    assert done.stdout.count("ended during this test") >= 2
+    assert done.stdout.count("ended during this test") >= 3
     assert "it can not" in done.stdout
     assert done.returncode == 1
