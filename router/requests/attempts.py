@@ -176,7 +176,8 @@ class Attempts:
         Whatever kept the end from this router may have kept it from the client too, such as a link between brokers that
         lost what it had taken. Entries come before their chunks, so the client has no more tokens than were reported
         here; if that is not known, it gets the terminal alone."""
-        offset = len(flight.completion) if flight.prompt_ids is not None else limits.MAX_TOKENS
+        is_known = flight.prompt_ids is not None and not flight.lacks_tokens
+        offset = len(flight.completion) if is_known else limits.MAX_TOKENS
         tasks.background("repeat an end", self._repeat_end(card, flight.key, offset))
 
     async def _repeat_end(self, card: messages.Card, key: str, offset: int) -> None:

@@ -261,7 +261,7 @@ class Dispatcher:
         what its client has, so it is asked as soon as it is back, and again if the link fails before it answers.
 
         Raises RequestError(worker_lost) if it is back and does not answer."""
-        card, now = lost.card, time.monotonic()
+        card, now, was_behind = lost.card, time.monotonic(), lost.log.is_behind
         until = now + (self._patience_s if self._fleet.is_cut_off(lost, now) else 0.0)
         missed_since = None  # when others of its site were heard again
         while now < until and not self._is_over(flight):
@@ -273,6 +273,7 @@ class Dispatcher:
                 flight.completion.is_back(back.incarnation)
                 revocation = await self._attempts.revoke(flight, back)
                 if revocation is not Revocation.LOST:
+                    flight.lacks_tokens = was_behind
                     return revocation
             elif self._fleet.is_cut_off(lost, now):
                 missed_since = None
@@ -310,7 +311,7 @@ class Dispatcher:
             worker_id=lost.card.worker_id,
             attempt=flight.attempt,
             tokens=len(flight.completion),
-            reason=_doubt(flight, lost),
+            reason=_doubt(flight, lost) or "forgotten",
         )
         raise errors.request_error(errors.Code.WORKER_LOST)
 

@@ -161,6 +161,7 @@ class Recovery:
             if (flight := self._find(worker, key, running.attempt)) is None:
                 continue
             if flight.completion.restore(running, snapshot.seq):
+                flight.lacks_tokens = False
                 self._flights.bind_stream(flight, worker.incarnation, running.stream_no)
             else:
                 # it was placed there after the snapshot was asked for: the next one will have its tokens

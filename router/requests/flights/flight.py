@@ -72,6 +72,8 @@ class Flight:
     in_doubt: bool = False
     """A worker may or may not hold the request: its reply to `run` or `drop` is outstanding. Meanwhile this router
     sends the client nothing, since that worker may be streaming to it, or may have sent its terminal."""
+    lacks_tokens: bool = False
+    """Whether its worker may have reported tokens of this attempt that this router has missed."""
     accepted_at: float = 0.0
     first_accepted_at: float | None = None
     """When the first of its workers accepted it."""
@@ -235,6 +237,7 @@ class Flights:
         flight.attempt_offset = len(flight.completion)
         flight.completion.start_attempt()
         flight.ended_by = flight.end = None
+        flight.lacks_tokens = False
 
     def bind_stream(self, flight: Flight, incarnation: str, stream_no: int) -> None:
         """Records that a worker has started the request and now names it by a number."""
