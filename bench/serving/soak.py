@@ -13,7 +13,9 @@ the rest. The run fails if
 - a process has more descriptors, threads or asyncio tasks when idle after the second load than when idle after the
   first one;
 - the memory of a process grows. Its growth is the median of the slopes between any two samples of the second load, over
-  an hour; noise hides what is less than 2 % or 2 MiB in an hour, and twice as much in half an hour."""
+  an hour; noise hides what is less than 2 % or 2 MiB in an hour, and twice as much in half an hour. The broker's may
+  grow by 32 MiB in all: JetStream keeps the block of a stream that it is writing in memory (with 150,000 messages of
+  400 bytes to one stream, its private memory rose to 29 MiB with the first 12 MiB, and was 23 MiB from 20 to 60)."""
 
 import argparse
 import asyncio
@@ -44,6 +46,8 @@ _LONGEST_WARM_UP_S = 1_500.0
 """At 4 requests a second, as many as the router keeps traces of, and more."""
 _GROWTH_AN_HOUR = 0.02
 _NOISE_MIB_AN_HOUR = 2.0
+_BROKER = "nats-server"
+_BROKER_MIB = 32.0
 _IDLE_S = 20.0
 """Time after which no stream is held for a lost client, and no connection is open."""
 _CONFIG = """
@@ -202,11 +206,12 @@ def judge(
         growth, middle = growth_an_hour(points), statistics.median(mib for _, mib in points or [(0, 0)])
         most = max(_NOISE_MIB_AN_HOUR, _GROWTH_AN_HOUR * middle) / min(1.0, max(hours, 1e-3))
         print(f"  {name}: {growth:+.2f} MiB an hour at {middle:.1f} MiB, at most {most:.2f}")
-        if growth > most:
-            grown.append(f"the memory of {name} grows by {growth:.1f} MiB an hour")
+        in_all = after[name].resident_mib - before[name].resident_mib
+        if in_all > _BROKER_MIB if name == _BROKER else growth > most:
+            grown.append(f"the memory of {name} grows by {growth:.1f} MiB an hour, {in_all:.1f} in all")
         for kind in ("descriptors", "threads", "tasks"):
             old, new = getattr(before[name], kind), getattr(after[name], kind)
-            is_exact = name != "nats-server" or kind == "descriptors"  # Go makes threads as it likes
+            is_exact = name != _BROKER or kind == "descriptors"  # Go makes threads as it likes
             if old is not None and new is not None and is_exact and new > old:
                 grown.append(f"{name} has {new} {kind} when idle, and had {old}")
     return grown
