@@ -61,7 +61,7 @@ def tokens_in(text: str) -> list[Token]:
     return tokens
 
 
-@functools.lru_cache(100_000)
+@functools.lru_cache(4_096)
 def _hash(name: str) -> int:
     return xxhash.xxh3_64_intdigest(name.encode())
 

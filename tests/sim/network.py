@@ -29,7 +29,7 @@ class Owner(Protocol):
         ...
 
 
-@functools.lru_cache(maxsize=1 << 16)
+@functools.lru_cache(4_096)
 def _matches(pattern: str, subject: str) -> bool:
     mine, tokens = pattern.split("."), subject.split(".")
     for number, one in enumerate(mine):
