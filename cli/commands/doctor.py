@@ -143,9 +143,9 @@ def gguf_devices() -> Finding:
     command = [sys.executable, "-m", "tokenbus.worker.engine.gguf.backend"]
     try:
         found = subprocess.run(command, capture_output=True, text=True, timeout=_DRIVER_TIMEOUT_S, check=True)
-    except (subprocess.SubprocessError, OSError) as error:
+        names: dict[str, str] = json.loads(found.stdout.splitlines()[-1])  # drivers may print lines of their own
+    except (subprocess.SubprocessError, OSError, ValueError, IndexError) as error:
         return Finding("bad", "looking for GPUs ends llama.cpp or takes too long", str(error))
-    names: dict[str, str] = json.loads(found.stdout)
     if not names:
         advice = "with a GPU, its driver and a llama.cpp that is built for it are needed (docs/operations.md)"
         return Finding("note", "llama.cpp finds no GPU: GGUF models run on the CPU", advice)

@@ -64,9 +64,10 @@ def test_gpus_are_named_and_a_driver_that_crashes_is_bad(tmp_path: Path, monkeyp
     process.touch(mode=0o755)
     monkeypatch.setattr(sys, "executable", str(process))
     for does, mark, words in (
-        ("""echo '{"Vulkan0": "AMD Radeon"}'""", "ok", "Vulkan0 (AMD Radeon)"),
+        ("""echo a driver was here; echo '{"Vulkan0": "AMD Radeon"}'""", "ok", "Vulkan0 (AMD Radeon)"),
         ("echo '{}'", "note", "no GPU"),
         ("kill -SEGV $$", "bad", "SIGSEGV"),
+        ("true", "bad", "GPUs"),
     ):
         process.write_text(f"#!/bin/sh\n{does}\n")
         found = doctor.gguf_devices()
