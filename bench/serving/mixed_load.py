@@ -77,7 +77,7 @@ async def _http(
 
 
 class Load:
-    """Clients that send so many requests a second between them, at random times; fewer while all wait for answers."""
+    """Clients that together send requests at a given rate, at random times; fewer while all wait for answers."""
 
     def __init__(self, fleet: Fleet, client: WireClient) -> None:
         self._fleet = fleet

@@ -157,7 +157,7 @@ class Streams:
             return True
         if stream.run.attempt > attempt:  # the dropped one is over in any case
             return True
-        if stream.run.attempt < attempt:  # whoever drops a later attempt has given this one up
+        if stream.run.attempt < attempt:  # the router that drops a later attempt has given this one up
             self._early_cancels.drop(key, attempt, now)
             moved = True
         if (stream.first_token_sent or stream.terminal is not None) and not moved:

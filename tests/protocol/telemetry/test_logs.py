@@ -13,34 +13,34 @@ from tokenbus.protocol.telemetry import logs
 from tokenbus.protocol.wire import messages
 
 
+def logged(monkeypatch: pytest.MonkeyPatch, form: str, event: str, **values: object) -> str:
+    """Returns what a process with logs of that form writes for one event."""
+    out = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", out)
+    try:
+        logs.configure("test", logs.LogSettings(form=form))
+        structlog.get_logger().info(event, **values)
+    finally:
+        structlog.reset_defaults()
+    return out.getvalue()
+
+
 @pytest.mark.parametrize("name", ["a\x1b[2Jb", "a\x07b", "a\nb", "a\rb"])
 @pytest.mark.parametrize("form", ["json", "console"])
 def test_what_a_client_has_chosen_is_logged_on_one_line_and_controls_no_terminal(
     form: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out = io.StringIO()
-    monkeypatch.setattr(sys, "stderr", out)
-    try:
-        logs.configure("test", logs.LogSettings(form=form))
-        structlog.get_logger().info("request_received", model=name)
-    finally:
-        structlog.reset_defaults()
-    assert out.getvalue().count("\n") == 1
-    assert name not in out.getvalue()
+    out = logged(monkeypatch, form, "request_received", model=name)
+    assert out.count("\n") == 1
+    assert name not in out
 
 
 @pytest.mark.parametrize(("form", "shown"), [("json", '"state":"ready"'), ("console", "state='ready'")])
 def test_the_member_of_an_enumeration_is_logged_as_its_value(
     form: str, shown: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out = io.StringIO()
-    monkeypatch.setattr(sys, "stderr", out)
-    try:
-        logs.configure("test", logs.LogSettings(form=form))
-        structlog.get_logger().info("worker_state_changed", state=messages.WorkerState.READY)
-    finally:
-        structlog.reset_defaults()
-    assert shown in re.sub("\x1b\\[[0-9;]*m", "", out.getvalue())
+    out = logged(monkeypatch, form, "worker_state_changed", state=messages.WorkerState.READY)
+    assert shown in re.sub("\x1b\\[[0-9;]*m", "", out)
 
 
 @pytest.mark.parametrize("form", ["json", "console"])
