@@ -77,7 +77,7 @@ class Reading:
     """One stream as a client reads it that concatenates texts in the order of arrival.
 
     A text that begins after the end of what was read leaves a hole. One that begins before that end is a repetition,
-    and wrong."""
+    and wrong, unless the worker goes back to a hole, once it has heard that its client had not been there."""
 
     def __init__(self, expected: Expected, now: float) -> None:
         self.terminal: Piece | None = None
@@ -93,6 +93,8 @@ class Reading:
         self.last_message_at = now
         self._expected = expected
         self._end = 0
+        self._hole_at: int | None = None
+        """Where the first hole begins to which no worker has gone back."""
         self._attempt = 1
         self._text_at = now
 
@@ -133,9 +135,12 @@ class Reading:
         self._attempt, self._text_at = max(attempt, self._attempt), now
 
     def _check(self, offset: int, text: bytes) -> None:
-        if offset < self._end:
+        if offset > self._end:
+            self.has_hole, self._hole_at = True, self._end if self._hole_at is None else self._hole_at
+        elif offset < self._end and self._hole_at is not None and offset <= self._hole_at:
+            self._hole_at = None
+        elif offset < self._end:
             self._note(f"at byte {self._end} came again what begins at {offset}: {text!r}")
-        self.has_hole |= offset > self._end
         right = self._expected.text[offset : offset + len(text)]
         if text != right and not self.has_parted:
             parted_at = next(

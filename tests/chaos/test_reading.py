@@ -25,6 +25,10 @@ def end(text_offset: int = len(STORY.text), completion_tokens: int = 4, reason: 
     return Piece(text_offset=text_offset, worker_id="w", finish_reason=reason, usage=Usage(completion_tokens))
 
 
+HOLED = [*pieces(*TEXTS)[:2], *pieces(*TEXTS)[4:]]
+"""What a client reads that was away for the second and third text."""
+
+
 def read(*told: Piece, expected: Expected = STORY) -> Reading:
     """Reads these pieces, one per second."""
     reading = Reading(expected, 0.0)
@@ -60,8 +64,13 @@ def test_a_whole_answer_in_its_terminal_is_right() -> None:
         ([*pieces(*TEXTS), end(), Piece(text="", worker_id="w")], "came Piece"),
         ([*pieces(*TEXTS), end(), end()], "came Piece"),
         ([*pieces("Gr"), Piece(attempt=2, worker_id="v", text_offset=1)], "came again"),
+        ([*HOLED, Piece(text="üße", text_offset=2), Piece(text="üße", text_offset=2)], "came again"),
+        ([*HOLED, Piece(text=" alle", text_offset=10)], "came again"),
     ],
-    ids=["another", "repeated", "too long", "too short", "miscounted", "goes on", "two ends", "a head behind the end"],
+    ids=[
+        *("another", "repeated", "too long", "too short", "miscounted", "goes on", "two ends", "a head behind the end"),
+        *("refilled twice", "repeated after a hole"),
+    ],
 )
 def test_anything_else_is_wrong(told: list[Piece], problem: str) -> None:
     assert problem in read(*told).problem
@@ -76,6 +85,12 @@ def test_a_lost_message_leaves_a_hole_and_nothing_wrong(told: list[Piece]) -> No
     reading = read(*told)
     assert (reading.has_hole, reading.end) == (True, "length")
     assert "ended" not in reading.problem
+
+
+def test_a_worker_may_go_back_to_a_hole_once() -> None:
+    probe = Piece(worker_id="w", text_offset=2)
+    reading = read(*HOLED, probe, *pieces(*TEXTS)[2:], end())
+    assert (reading.has_hole, reading.end, reading.problem) == (True, "length", "")
 
 
 def test_messages_of_a_router_that_knows_no_offsets_are_no_repetition() -> None:

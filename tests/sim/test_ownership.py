@@ -83,6 +83,25 @@ def test_a_moved_attempt_that_has_ended_is_not_replayed_any_more(stage: Stage) -
     assert stage.resync(0) is None
 
 
+def test_a_notice_holds_nothing_if_the_chunk_was_published_again_meanwhile(stage: Stage) -> None:
+    """Resyncs and notices come over two connections, so that one may overtake the other."""
+    marks: list[str] = []
+    stage.peer.process.do(stage.peer.bus.subscribe(stage.peer.inbox, lambda message: marks.append(message.reply)))
+    stage.run()
+    stage.world.run(1.0)
+    streams, before = stage.frontend.frontend.streams, len(marks)
+    assert stage.resync(0)
+    late, lost = marks[before - 3 : before], marks[before:]
+    for mark in late:
+        stage.frontend.process.call(streams.held.no_responders, *NAMES.parse_gone(mark))
+    stage.world.run(0.01)
+    assert not list(streams.held)
+    for mark in lost:
+        stage.frontend.process.call(streams.held.no_responders, *NAMES.parse_gone(mark))
+    stage.world.run(0.01)
+    assert [stream.key for stream in streams.held] == [KEY]
+
+
 def test_that_an_earlier_attempt_has_moved_does_not_end_a_later_one(stage: Stage) -> None:
     stage.run(attempt=2)
     stage.world.run(0.5)

@@ -12,7 +12,8 @@ class ChunkMarks:
         """`gone_subject` is the subject of the stream's notices, without a mark; if empty, none are wanted."""
         self.probe_subject = gone_subject + subjects.PROBE_SUFFIX
         self._subjects = [f"{gone_subject}:{mark}" for mark in range(subjects.NUM_MARKS)] if gone_subject else []
-        self._carried: list[tuple[int, int | None]] = [(0, None)] * subjects.NUM_MARKS
+        self._carried: list[tuple[int, int | None] | None] = []
+        self.forget()
         self._number = 0
 
     def __repr__(self) -> str:
@@ -26,9 +27,14 @@ class ChunkMarks:
         self._carried[number] = chunk.offset, prompt_offset(chunk)
         return self._subjects[number]
 
-    def carried(self, mark: int) -> tuple[int, int | None]:
-        """Returns the offset of the last chunk with a mark, and its `prompt_offset`."""
+    def carried(self, mark: int) -> tuple[int, int | None] | None:
+        """Returns the offset of the last chunk with a mark, and its `prompt_offset`; None if that was forgotten."""
         return self._carried[mark]
+
+    def forget(self) -> None:
+        """Forgets the chunks that were marked so far: what their client lacks of them is about to be published again,
+        so that a notice that is still on its way says nothing new."""
+        self._carried = [None] * subjects.NUM_MARKS
 
 
 def prompt_offset(chunk: messages.Chunk) -> int | None:

@@ -75,9 +75,8 @@ class HeldStreams:
             self._holds.missed(key)
             return
         stream = self._owner.find_any(key)
-        if stream is not None and not stream.is_given_up:
-            offset, prompt_offset = stream.marks.carried(mark)
-            self._hold(stream, offset).lack(offset, prompt_offset)
+        if stream is not None and not stream.is_given_up and (carried := stream.marks.carried(mark)) is not None:
+            self._hold(stream, carried[0]).lack(*carried)
 
     def hold_unconfirmed(self) -> None:
         """Holds the streams of distant guardians that have not confirmed them for too long."""
