@@ -22,6 +22,7 @@ from tokenbus.client.wire.wire_client import WireClient
 from tokenbus.protocol import extras
 from tokenbus.protocol.bus import connection as nats
 from tokenbus.protocol.bus import ping_probe
+from tokenbus.protocol.process.cores import usable_cores
 from tokenbus.protocol.telemetry import logs
 from tokenbus.protocol.wire import errors, messages
 from tokenbus.worker.contract import contract
@@ -123,7 +124,7 @@ async def _all_findings(options: argparse.Namespace) -> AsyncIterator[Finding]:
 
 
 def _machine() -> Iterator[Finding]:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = usable_cores()
     yield Finding("ok", f"{cores} cores: divide them among workers with --threads")
     if lacks_sse42(Path("/proc/cpuinfo")):
         yield Finding("bad", "the processor lacks SSE4.2, which numpy needs since 2.4", "pip install 'numpy<2.4'")

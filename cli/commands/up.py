@@ -44,6 +44,7 @@ from tokenbus.protocol.bus import connection as nats
 from tokenbus.protocol.bus.bucket import BucketError
 from tokenbus.protocol.bus.settings import BusSettings
 from tokenbus.protocol.process import signals
+from tokenbus.protocol.process.cores import usable_cores
 from tokenbus.protocol.telemetry import logs, tracing
 from tokenbus.protocol.wire import errors, messages
 
@@ -143,7 +144,7 @@ def settings_of(options: argparse.Namespace) -> SystemSettings:
     problem, status = worker.start_problem(found)  # workers inherit the folder for models from the Hub
     if problem:
         raise ValueError(problem) if status == EXIT_BAD_SETTINGS else StartError(problem)
-    cores, busy = len(os.sched_getaffinity(0)), options.workers * min(len(found.model), worker.BUSY_MODELS)
+    cores, busy = usable_cores(), options.workers * min(len(found.model), worker.BUSY_MODELS)
     given += [f"--threads={found.threads or max(1, cores // busy)}"]
     given += [f"--{name}={text_of(getattr(found, dest_of(name)))}" for name in _defaults(options)]
     with_keys = [*common, *([f"--keys={options.keys}"] if options.keys else [])]

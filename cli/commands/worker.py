@@ -25,6 +25,7 @@ from tokenbus.cli.console.arguments import (
 from tokenbus.cli.console.flags import Flag, Parser, fields_of
 from tokenbus.cli.console.supervisor import EXIT_BAD_SETTINGS
 from tokenbus.demo import MODEL_PATH
+from tokenbus.protocol.process.cores import usable_cores
 from tokenbus.protocol.telemetry import logs
 from tokenbus.protocol.wire import codec, messages, subjects
 from tokenbus.worker.contract.engine_errors import ModelError
@@ -259,7 +260,7 @@ def _engine_of(options: argparse.Namespace, model: str, *, on_demand: bool) -> E
     if on_demand and options.host_cache_mib < 0 and not options.keep_cache:
         own["host_cache_mib"] = 0  # cached copies end with the model
     owners = min(BUSY_MODELS, len(options.model)) if on_demand else options.replicas * len(options.model)
-    own["threads"] = options.threads or max(1, len(os.sched_getaffinity(0)) // owners)
+    own["threads"] = options.threads or max(1, usable_cores() // owners)
     scheduler = SchedulerSettings(**fields_of(SchedulerSettings, options))
     return EngineSettings(**own, scheduler=scheduler, onnx=OnnxSettings(**fields_of(OnnxSettings, options)))
 

@@ -84,7 +84,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     step_target_ms: float = 400.0
     """The target duration of a prompt chunk."""
     threads: int = 0
-    """CPU threads; 0 means all cores that this process may use."""
+    """CPU threads; 0 means all cores that this process may use, within the CPU limit of its control groups."""
     scheduler: SchedulerSettings = SchedulerSettings()
     onnx: OnnxSettings = OnnxSettings()
     devices: tuple[str, ...] = ()

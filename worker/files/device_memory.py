@@ -7,21 +7,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from tokenbus.protocol.process import control_groups
+
 HOST = "host"
 """The name of the host's memory among the names of devices."""
 _UNKNOWN = 1 << 62
 _ROOT = Path("/")
 _GROUP_FILES = (
-    ("sys/fs/cgroup", "memory.max", "memory.current", ("inactive_file", "active_file")),
-    (
-        "sys/fs/cgroup/memory",
-        "memory.limit_in_bytes",
-        "memory.usage_in_bytes",
-        ("total_inactive_file", "total_active_file"),
-    ),
+    (2, "memory.max", "memory.current", ("inactive_file", "active_file")),
+    (1, "memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")),
 )
-"""The folder, limit and usage of a control group, and the part of the usage that is cached files, in versions 2 and
-1."""
+"""The limit and usage of a control group, and the part of the usage that is cached files, in versions 2 and 1."""
 
 
 class DeviceMemory(NamedTuple):
@@ -61,11 +57,6 @@ def host_limits(root: Path = _ROOT) -> list[HostLimit]:
     return [*_machine(root), *_groups(root)]
 
 
-def groups_of(process: str, root: Path = _ROOT) -> list[str]:
-    """Returns the paths of the control groups that may limit the memory of a process, given its id or `self`."""
-    return list(_groups_of(root / "proc" / process / "cgroup"))
-
-
 def free_host_bytes() -> int:
     """Returns the free bytes of the host; a huge number if unknown."""
     found = host()
@@ -81,46 +72,22 @@ def _machine(root: Path) -> Iterator[HostLimit]:
 
 def _groups(root: Path) -> Iterator[HostLimit]:
     """Yields each control group of this process that limits memory."""
-    own_groups = groups_of("self", root)
-    for folder, limit_name, usage_name, reclaimable in _GROUP_FILES:
-        top = root / folder
-        for path in {place for own in own_groups for place in _up_to(top, top / own)} | {top}:
+    for version, limit_name, usage_name, reclaimable in _GROUP_FILES:
+        for group, path in control_groups.folders("memory", root, version):
             limit, usage = _number(path / limit_name), _number(path / usage_name)
             if limit is not None and usage is not None:
                 cached = sum(int(size) for name, size in _fields(path / "memory.stat") if name in reclaimable)
-                group = f"/{path.relative_to(top)}" if path != top else "/"
                 yield HostLimit(group, limit, max(0, limit - max(0, usage - cached)))
 
 
-def _groups_of(path: Path) -> Iterator[str]:
-    """Yields the paths of a process's groups that may limit memory, relative to their mount points."""
-    for line in _text(path).splitlines():
-        _, controllers, group = line.split(":", 2)
-        if not controllers or "memory" in controllers.split(","):
-            yield group.strip("/")
-
-
-def _up_to(top: Path, path: Path) -> Iterator[Path]:
-    """Yields a folder and those above it. In a container the path may be one of the host's, which does not exist
-    there."""
-    yield from (one for one in (path, *path.parents) if one.is_relative_to(top))
-
-
 def _number(path: Path) -> int | None:
-    text = _text(path).strip()
+    text = control_groups.text_of(path).strip()
     return int(text) if text.isdecimal() else None  # version 2 writes `max` for no limit
 
 
 def _fields(path: Path, separator: str = " ") -> Iterator[tuple[str, str]]:
     """Yields the name and value of each line."""
-    for line in _text(path).splitlines():
+    for line in control_groups.text_of(path).splitlines():
         name, found, rest = line.partition(separator)
         if found:
             yield name, rest
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""

@@ -4,11 +4,11 @@ Decision 0019 says which vocabularies routers have, and the cost of long prompts
 """
 
 import functools
-import os
 import time
 from collections.abc import Callable
 from typing import NamedTuple
 
+from tokenbus.protocol.process.cores import usable_cores
 from tokenbus.protocol.prompt.tokenizer_bundle import PromptRules
 from tokenbus.protocol.wire import block_hash, codec, errors, internal, reasoning
 from tokenbus.protocol.wire.checks import validation
@@ -64,7 +64,7 @@ class PromptTokenizer:
         self._loads = loads
         self._telemetry = telemetry
         self._pieces = pieces
-        self._executor = FairExecutor(max(1, min(_MAX_THREADS, len(os.sched_getaffinity(0)) - 1)), "tokenize")
+        self._executor = FairExecutor(max(1, min(_MAX_THREADS, usable_cores() - 1)), "tokenize")
 
     def __repr__(self) -> str:
         return f"<PromptTokenizer {self._executor!r}>"

@@ -6,7 +6,6 @@ the ends of cached prefixes. The sequence id before the first lane is reserved f
 from __future__ import annotations  # llama_cpp names its handle types for type checkers only
 
 import ctypes
-import os
 from collections.abc import Iterable
 from collections.abc import Sequence as Listing
 from typing import Literal, NamedTuple
@@ -14,6 +13,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from llama_cpp import llama_cpp as llama
 
+from tokenbus.protocol.process.cores import usable_cores
 from tokenbus.worker.contract.engine_errors import DeviceError, InsufficientMemoryError, ModelError, ModelTooLargeError
 from tokenbus.worker.contract.engine_settings import EngineSettings
 from tokenbus.worker.engine.device.draws import Matrix
@@ -166,7 +166,7 @@ def create(model: llama.llama_model_p, settings: EngineSettings, *, partial_stat
 
 def common_params(settings: EngineSettings) -> llama.llama_context_params:
     """Returns the parameters common to all contexts."""
-    threads = settings.threads or len(os.sched_getaffinity(0))
+    threads = settings.threads or usable_cores()
     params: llama.llama_context_params = llama.llama_context_default_params()
     params.n_threads = threads
     params.n_threads_batch = threads

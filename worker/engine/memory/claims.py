@@ -1,4 +1,5 @@
-"""Shares a machine's memory among engine processes: what each plans to take counts as taken at once.
+"""Shares a machine's memory among engine processes: what each plans to take counts as taken at once. Its cores are not
+shared, but counted.
 
 Free memory says nothing about what another engine that is still loading will take, or about a cache that fills later.
 So each engine process writes its plan into its own file in its user's runtime directory, and holds a lock on it as long
@@ -18,8 +19,8 @@ from pathlib import Path
 import msgspec
 import structlog
 
+from tokenbus.protocol.process import control_groups
 from tokenbus.worker.engine.memory.fit import UNLIMITED, OtherClaim, Room, room_of
-from tokenbus.worker.files import device_memory
 from tokenbus.worker.files.device_memory import HOST, DeviceMemory, HostLimit
 
 HOST_CACHE = "host cache"
@@ -47,6 +48,8 @@ class _Record(msgspec.Struct, frozen=True):
     """Bytes by device, for each part of the process that has claimed some."""
     taken: list[str] = []
     """The parts that have already taken their memory on devices other than the host."""
+    threads: dict[str, int] = {}
+    """The number of threads with which each part computes."""
 
 
 class MemoryClaims:
@@ -105,12 +108,24 @@ class MemoryClaims:
         others = (sizes for name, sizes in self._record.claims.items() if name != part)
         return sum(sizes.get(device, 0) for sizes in others for device in devices)
 
-    def claim(self, part: str, sizes: dict[str, int]) -> None:
-        """Notes what a part of this process will take of each device, replacing its earlier claim. Call it while
-        `planning`."""
+    def claim(self, part: str, sizes: dict[str, int], threads: int = 0) -> None:
+        """Notes what a part of this process will take of each device, and with how many threads it computes, replacing
+        its earlier claim. Call it while `planning`."""
         with self._lock:
-            taken = [name for name in self._record.taken if name != part]
-            self._write(_Record(self._record.pid, self._record.claims | {part: sizes}, taken))
+            record = self._record
+            self._write(
+                _Record(
+                    record.pid,
+                    record.claims | {part: sizes},
+                    [name for name in record.taken if name != part],
+                    record.threads | {part: threads},
+                )
+            )
+
+    @property
+    def num_threads(self) -> int:
+        """The number of threads with which all engine processes of this machine compute."""
+        return sum(sum(record.threads.values()) for record in (self._record, *self._records()))
 
     def took(self, part: str) -> None:
         """Notes that a part has its memory, so that a GPU's free memory now reflects it."""
@@ -123,7 +138,9 @@ class MemoryClaims:
         with self._lock:
             if part in self._record.claims:
                 claims = {name: sizes for name, sizes in self._record.claims.items() if name != part}
-                self._write(_Record(self._record.pid, claims, [one for one in self._record.taken if one in claims]))
+                taken = [one for one in self._record.taken if one in claims]
+                threads = {name: count for name, count in self._record.threads.items() if name in claims}
+                self._write(_Record(self._record.pid, claims, taken, threads))
 
     def _others_on_host(self, part: str) -> Iterator[tuple[list[str], OtherClaim]]:
         """Yields what each other living process has claimed of the host's memory, and the control groups that it is in.
@@ -135,7 +152,7 @@ class MemoryClaims:
             claimed = sum(sizes.get(HOST, 0) for sizes in parts)
             cached = sum(sizes.get(HOST_CACHE, 0) for sizes in parts)
             taken, copies = min(claimed, resident_bytes(record.pid)), min(cached, copies_bytes(record.pid))
-            groups = device_memory.groups_of(str(record.pid))
+            groups = control_groups.paths_of(str(record.pid), "memory")
             yield groups, OtherClaim(claimed + copies, taken + copies, cached - copies)
 
     def _others_on_gpu(self, device: str) -> Iterator[OtherClaim]:

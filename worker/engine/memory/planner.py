@@ -9,7 +9,9 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import msgspec
+import structlog
 
+from tokenbus.protocol.process.cores import usable_cores
 from tokenbus.worker.contract.contract import MemoryPlan
 from tokenbus.worker.contract.engine_settings import EngineSettings
 from tokenbus.worker.engine.memory import fit
@@ -113,7 +115,8 @@ class MemoryPlanner:
             kv_tokens = min(need.kv_tokens, sized.kv_tokens or need.kv_tokens)
             length = sized.context_length or need.context_length
             need = estimate(facts, sized, Sizes(length, kv_tokens, need.host_cache_bytes))
-            self._claim(part, need, own, gpus)
+            self._claim(part, need, own, gpus, _threads(settings, placement))
+        self._warn_of_threads()
         host = rooms.host
         memory = MemoryPlan(
             weight_bytes=size,
@@ -149,11 +152,26 @@ class MemoryPlanner:
         found = self.claims.room(device, part, settings.memory_share or 1.0)
         return found._replace(chosen_bytes=found.chosen_bytes // max(1, settings.memory_parts))
 
-    def _claim(self, part: str, need: MemoryNeed, placement: DevicePlacement, gpus: dict[str, Room]) -> None:
+    def _claim(
+        self, part: str, need: MemoryNeed, placement: DevicePlacement, gpus: dict[str, Room], threads: int = 0
+    ) -> None:
         sizes = {HOST: need.host_bytes(placement) - need.host_cache_bytes, HOST_CACHE: need.host_cache_bytes}
         if placement.gpu_layers:
             sizes |= {name: need.gpu_bytes(placement) // len(gpus) for name in gpus}
-        self.claims.claim(part, sizes)
+        self.claims.claim(part, sizes, threads)
+
+    def _warn_of_threads(self) -> None:
+        """Says if the workers of this machine compute with more threads than it has cores: a step takes as long as its
+        slowest thread, which then waits for a core."""
+        threads, cores = self.claims.num_threads, usable_cores()
+        if threads > cores:
+            advice = "divide the cores among the workers of this machine with --threads"
+            structlog.get_logger().warning("cores_oversubscribed", threads=threads, cores=cores, reason=advice)
+
+
+def _threads(settings: EngineSettings, placement: DevicePlacement) -> int:
+    """Returns how many cores a replica keeps busy. Of the models that are loaded on demand, most are idle."""
+    return 0 if placement.gpu_layers or settings.kv_pool_bytes else settings.threads or usable_cores()
 
 
 def _need(facts: ModelFacts, settings: EngineSettings, rooms: Rooms) -> MemoryNeed:

@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from llama_cpp import llama_cpp as llama
+from structlog.testing import capture_logs
 
 from tests.architectures import tiny_model
 from tests.support.engines import DEMO, gguf_runner
@@ -114,6 +115,23 @@ def test_replicas_divide_what_there_is_and_claims_end_with_them(
     for runner in runners:
         runner.close()
     assert claims.host_room([HostLimit("", 4_096 * MIB, 1_300 * MIB)], "", 1.0).free_bytes == 1_300 * MIB
+
+
+def test_more_threads_than_cores_are_reported_with_all_that_compute_here(
+    host: Callable[[int], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host(1_300)
+    monkeypatch.setattr("tokenbus.worker.engine.memory.planner.usable_cores", lambda: 4)
+    planner, models = MemoryPlanner(MemoryClaims(tmp_path)), LoadedModels()  # type: ignore[var-annotated]
+    said, runners = [], []
+    for threads in (3, 1, 2):
+        with capture_logs() as logs:
+            small = msgspec.structs.replace(PLAIN, memory_parts=8, threads=threads)
+            runners.append(load(small, lambda share: None, models, planner))
+        said.append([(one["threads"], one["cores"]) for one in logs if one["event"] == "cores_oversubscribed"])
+    for runner in runners:
+        runner.close()
+    assert said == [[], [], [(6, 4)]]
 
 
 def test_an_engine_that_replaces_another_has_its_sizes_whatever_is_free(host: Callable[[int], None]) -> None:

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
+from tokenbus.protocol.process.control_groups import paths_of
 from tokenbus.worker.engine.memory import claims
 from tokenbus.worker.engine.memory.claims import MemoryClaims
 from tokenbus.worker.engine.memory.fit import UNLIMITED
-from tokenbus.worker.files.device_memory import HOST, DeviceMemory, HostLimit, groups_of
+from tokenbus.worker.files.device_memory import HOST, DeviceMemory, HostLimit
 
 GIB = 1 << 30
 GPU = DeviceMemory("CUDA0", 24 * GIB, 20 * GIB)
@@ -25,7 +26,7 @@ OTHER = textwrap.dedent("""
     mine = MemoryClaims(Path(sys.argv[1]))
     with mine.planning():
         mine.claim("/model.gguf", {"host": 6 << 30})
-        mine.claim("replica", {"host": 4 << 30, "host cache": 1 << 30, "CUDA0": 4 << 30})
+        mine.claim("replica", {"host": 4 << 30, "host cache": 1 << 30, "CUDA0": 4 << 30}, 3)
     for line in ("claimed", "took"):
         print(line, flush=True)
         if not sys.stdin.readline():
@@ -78,10 +79,22 @@ def test_a_control_group_has_what_no_process_in_it_has_planned(tmp_path: Path, o
     mine = MemoryClaims(tmp_path)
     elsewhere = [*MACHINE, HostLimit("/no/such/group", 8 * GIB, 7 * GIB)]
     assert mine.host_room(elsewhere, "", 1.0).free_bytes >= 7 * GIB
-    groups = groups_of(str(other.pid))
+    groups = paths_of(str(other.pid), "memory")
     shared = [*MACHINE, HostLimit(f"/{groups[0]}", 12 * GIB, 11 * GIB)]
     assert mine.host_room(shared, "", 1.0).free_bytes < 2 * GIB
     assert mine.host_room([], "", 1.0) == UNLIMITED
+
+
+def test_the_threads_of_all_living_processes_are_counted(tmp_path: Path, other: "subprocess.Popen[str]") -> None:
+    mine = MemoryClaims(tmp_path)
+    for part in ("first", "second"):
+        mine.claim(part, {HOST: GIB}, 2)
+    assert mine.num_threads == 7
+    mine.release("first")
+    assert mine.num_threads == 5
+    other.kill()
+    other.wait()
+    assert mine.num_threads == 2
 
 
 def test_the_claims_of_a_process_that_was_killed_are_removed(tmp_path: Path, other: "subprocess.Popen[str]") -> None:
