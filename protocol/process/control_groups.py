@@ -12,22 +12,29 @@ def folders(controller: str, root: Path, version: int) -> Iterator[tuple[str, Pa
 
     In a container the path may be one of the host's, which does not exist there, so the top is always included."""
     top = root / (_TOP if version == 2 else _TOP / controller)
-    places = {place for own in paths_of("self", controller, root) for place in (top / own, *(top / own).parents)}
-    for folder in sorted({place for place in places if place.is_relative_to(top)} | {top}):
+    own = [top / path for path in _paths("self", controller, root, version)]
+    places = {place for one in own for place in (one, *one.parents) if place.is_relative_to(top)}
+    for folder in sorted(places | {top}):
         yield f"/{folder.relative_to(top)}" if folder != top else "/", folder
 
 
 def paths_of(process: str, controller: str, root: Path = Path("/")) -> list[str]:
     """Returns the paths of a process's groups with this controller, given its id or `self`."""
-    lines = [line.split(":", 2) for line in text_of(root / "proc" / process / "cgroup").splitlines()]
-    return [
-        group.strip("/") for _, controllers, group in lines if not controllers or controller in controllers.split(",")
-    ]
+    return [path for version in (1, 2) for path in _paths(process, controller, root, version)]
+
+
+def _paths(process: str, controller: str, root: Path, version: int) -> Iterator[str]:
+    """Yields the paths of a process's groups in one version; version 2 names no controllers."""
+    for line in text_of(root / "proc" / process / "cgroup").splitlines():
+        _, _, rest = line.partition(":")
+        named, _, path = rest.partition(":")
+        if controller in named.split(",") if version == 1 else not named:
+            yield path.strip("/")
 
 
 def text_of(path: Path) -> str:
-    """Returns what a file of the system says; nothing if it is missing."""
+    """Returns what a file of the system says; nothing if it is missing. Names of groups may be any bytes."""
     try:
-        return path.read_text()
+        return path.read_text(errors="surrogateescape")
     except OSError:
         return ""

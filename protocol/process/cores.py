@@ -15,11 +15,11 @@ def usable_cores(root: Path = Path("/")) -> int:
     not count. `root` is where `proc` and `sys` are."""
     affinity = getattr(os, "sched_getaffinity", None)  # only Linux has it
     cores = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
-    return max(1, min([cores, *(int(limit) for limit in _limits(root))]))
+    return max(1, min([cores, *_limits(root)]))
 
 
-def _limits(root: Path) -> list[float]:
-    """Returns the limit of each control group that has one, in cores."""
+def _limits(root: Path) -> list[int]:
+    """Returns the limit of each control group that has one, in whole cores."""
     version_2 = [text_of(folder / "cpu.max").split() for _, folder in folders("cpu", root, 2)]
     version_1 = [
         [text_of(folder / name).strip() for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us")]
@@ -27,7 +27,7 @@ def _limits(root: Path) -> list[float]:
     ]
     # without a limit the first number is `max` in version 2, and -1 in version 1
     return [
-        int(one[0]) / int(one[1])
+        int(one[0]) // int(one[1])
         for one in (*version_2, *version_1)
         if len(one) == 2 and one[0].isdecimal() and one[1].isdecimal() and int(one[1])
     ]

@@ -18,7 +18,7 @@ NO_ROUTER = "="
 """Stands in an `unguarded` subject for all routers: no router has this name as its subject token."""
 PROBE_SUFFIX = ":again"
 """Ends the `gone` subject of a chunk that was sent only to see whether the client is still there."""
-NUM_MARKS = 8
+NUM_MARKS = 16
 """The number of a stream's latest chunks whose notices can be told apart: their `gone` subjects end with a number."""
 
 _OF_MODELS = ("generate", "cache", "embed", "rerank", "tokenize", "detokenize")

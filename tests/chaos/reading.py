@@ -77,7 +77,7 @@ class Reading:
     """One stream as a client reads it that concatenates texts in the order of arrival.
 
     A text that begins after the end of what was read leaves a hole. One that begins before that end is a repetition,
-    and wrong, unless the worker goes back to a hole, once it has heard that its client had not been there."""
+    and wrong, unless the worker goes back into a hole, once it has heard that its client had not been there."""
 
     def __init__(self, expected: Expected, now: float) -> None:
         self.terminal: Piece | None = None
@@ -93,8 +93,8 @@ class Reading:
         self.last_message_at = now
         self._expected = expected
         self._end = 0
-        self._hole_at: int | None = None
-        """Where the first hole begins to which no worker has gone back."""
+        self._holes: list[range] = []
+        """The bytes that are missing, and to which the worker has not gone back."""
         self._attempt = 1
         self._text_at = now
 
@@ -117,11 +117,12 @@ class Reading:
         if self.terminal is not None:
             self._note(f"after {self!r} came {piece}")
             return
+        is_new = piece.attempt > self._attempt
         if piece.text:
             self._hear(piece.attempt, now)
         self.num_tokens += piece.tokens
         if piece.text or piece.worker_id is not None:  # a router knows no text offsets
-            self._check(piece.text_offset, piece.text.encode())
+            self._check(piece.text_offset, piece.text.encode(), is_new=is_new)
         if piece.finish_reason is not None:
             self.terminal = piece
             if piece.finish_reason == "length":
@@ -134,11 +135,12 @@ class Reading:
         self.longest_silence_s = max(self.longest_silence_s, silence_s)
         self._attempt, self._text_at = max(attempt, self._attempt), now
 
-    def _check(self, offset: int, text: bytes) -> None:
+    def _check(self, offset: int, text: bytes, *, is_new: bool) -> None:
         if offset > self._end:
-            self.has_hole, self._hole_at = True, self._end if self._hole_at is None else self._hole_at
-        elif offset < self._end and self._hole_at is not None and offset <= self._hole_at:
-            self._hole_at = None
+            self.has_hole = True
+            self._holes.append(range(self._end, offset))
+        elif offset < self._end and not is_new and any(offset in hole for hole in self._holes):
+            self._holes = [hole for hole in self._holes if hole.stop <= offset]
         elif offset < self._end:
             self._note(f"at byte {self._end} came again what begins at {offset}: {text!r}")
         right = self._expected.text[offset : offset + len(text)]

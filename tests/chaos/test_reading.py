@@ -66,10 +66,12 @@ def test_a_whole_answer_in_its_terminal_is_right() -> None:
         ([*pieces("Gr"), Piece(attempt=2, worker_id="v", text_offset=1)], "came again"),
         ([*HOLED, Piece(text="üße", text_offset=2), Piece(text="üße", text_offset=2)], "came again"),
         ([*HOLED, Piece(text=" alle", text_offset=10)], "came again"),
+        ([*HOLED, Piece(text="Gr")], "came again"),
+        ([*HOLED, Piece(attempt=2, text="üße", text_offset=2)], "came again"),
     ],
     ids=[
         *("another", "repeated", "too long", "too short", "miscounted", "goes on", "two ends", "a head behind the end"),
-        *("refilled twice", "repeated after a hole"),
+        *("refilled twice", "repeated after a hole", "repeated before a hole", "refilled by another attempt"),
     ],
 )
 def test_anything_else_is_wrong(told: list[Piece], problem: str) -> None:
@@ -87,9 +89,10 @@ def test_a_lost_message_leaves_a_hole_and_nothing_wrong(told: list[Piece]) -> No
     assert "ended" not in reading.problem
 
 
-def test_a_worker_may_go_back_to_a_hole_once() -> None:
-    probe = Piece(worker_id="w", text_offset=2)
-    reading = read(*HOLED, probe, *pieces(*TEXTS)[2:], end())
+@pytest.mark.parametrize("first", [2, 3])
+def test_a_worker_may_go_back_into_a_hole_once(first: int) -> None:
+    again = pieces(*TEXTS)[first:]
+    reading = read(*HOLED, Piece(worker_id="w", text_offset=again[0].text_offset), *again, end())
     assert (reading.has_hole, reading.end, reading.problem) == (True, "length", "")
 
 

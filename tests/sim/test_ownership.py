@@ -83,23 +83,67 @@ def test_a_moved_attempt_that_has_ended_is_not_replayed_any_more(stage: Stage) -
     assert stage.resync(0) is None
 
 
-def test_a_notice_holds_nothing_if_the_chunk_was_published_again_meanwhile(stage: Stage) -> None:
-    """Resyncs and notices come over two connections, so that one may overtake the other."""
-    marks: list[str] = []
-    stage.peer.process.do(stage.peer.bus.subscribe(stage.peer.inbox, lambda message: marks.append(message.reply)))
+class Notices:
+    """The broker's notices about a stream's chunks, which a test brings when it wants: resyncs come over another
+    connection, and may be faster."""
+
+    def __init__(self, stage: Stage) -> None:
+        self.marks: list[str] = []
+        """The reply subjects of all chunks."""
+        self.held = stage.frontend.frontend.streams.held
+        self._stage = stage
+        note = stage.peer.bus.subscribe(stage.peer.inbox, lambda message: self.marks.append(message.reply))
+        stage.peer.process.do(note)
+
+    def bring(self, *marks: str) -> list[str]:
+        """Brings notices; returns the keys of the streams that are held after them."""
+        for mark in marks:
+            self._stage.frontend.process.call(self.held.no_responders, *NAMES.parse_gone(mark))
+        self._stage.world.run(0.01)
+        return [stream.key for stream in self.held]
+
+
+@pytest.mark.parametrize("later_s", [0.0, 0.55])
+def test_a_notice_holds_nothing_if_the_chunk_was_published_again_meanwhile(stage: Stage, later_s: float) -> None:
+    notices = Notices(stage)
     stage.run()
-    stage.world.run(1.0)
-    streams, before = stage.frontend.frontend.streams, len(marks)
+    stage.world.run(1.2)
+    before = len(notices.marks)
     assert stage.resync(0)
-    late, lost = marks[before - 3 : before], marks[before:]
-    for mark in late:
-        stage.frontend.process.call(streams.held.no_responders, *NAMES.parse_gone(mark))
+    stage.world.run(later_s)
+    assert notices.bring(*notices.marks[before - 8 : before]) == []
+    assert notices.bring(notices.marks[before]) == [KEY], "the replay has found no subscriber"
+
+
+def test_a_notice_about_a_chunk_that_is_not_published_again_holds_the_stream(stage: Stage) -> None:
+    notices = Notices(stage)
+    stage.run()
+    stage.world.run(1.2)
+    lost, begin = notices.marks[-3], stage.peer.chunks[-3].offset
+    assert stage.resync(begin + 1)
+    said = len(stage.peer.chunks)
+    assert notices.bring(lost) == [KEY]
+    stage.world.run(1.0)
+    assert begin in [chunk.offset for chunk in stage.peer.chunks[said:] if chunk.tokens]
+
+
+@pytest.mark.parametrize("is_held", [False, True])
+def test_a_guardian_that_asks_for_an_end_makes_no_chunk_forgotten(
+    stage: Stage, is_held: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notices = Notices(stage)
+    monkeypatch.setattr(stage.frontend.frontend.streams.held._reach, "is_distant", lambda router: True)
+    stage.run(max_tokens=6)
+    stage.world.run(1.5)
+    lost, begin, said = notices.marks[-3], stage.peer.chunks[-3].offset, len(stage.peer.chunks)
+    if is_held:
+        notices.bring(lost)
+    stage.frontend.process.call(notices.held.repeat_end, KEY, limits.MAX_TOKENS)
     stage.world.run(0.01)
-    assert not list(streams.held)
-    for mark in lost:
-        stage.frontend.process.call(streams.held.no_responders, *NAMES.parse_gone(mark))
-    stage.world.run(0.01)
-    assert [stream.key for stream in streams.held] == [KEY]
+    if not is_held:
+        notices.bring(lost)
+    stage.world.run(3.0)
+    assert begin in [chunk.offset for chunk in stage.peer.chunks[said:] if chunk.tokens]
 
 
 def test_that_an_earlier_attempt_has_moved_does_not_end_a_later_one(stage: Stage) -> None:

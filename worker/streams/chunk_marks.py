@@ -12,8 +12,7 @@ class ChunkMarks:
         """`gone_subject` is the subject of the stream's notices, without a mark; if empty, none are wanted."""
         self.probe_subject = gone_subject + subjects.PROBE_SUFFIX
         self._subjects = [f"{gone_subject}:{mark}" for mark in range(subjects.NUM_MARKS)] if gone_subject else []
-        self._carried: list[tuple[int, int | None] | None] = []
-        self.forget()
+        self._carried: list[tuple[int, int | None] | None] = [None] * subjects.NUM_MARKS
         self._number = 0
 
     def __repr__(self) -> str:
@@ -31,10 +30,19 @@ class ChunkMarks:
         """Returns the offset of the last chunk with a mark, and its `prompt_offset`; None if that was forgotten."""
         return self._carried[mark]
 
-    def forget(self) -> None:
-        """Forgets the chunks that were marked so far: what their client lacks of them is about to be published again,
-        so that a notice that is still on its way says nothing new."""
-        self._carried = [None] * subjects.NUM_MARKS
+    def forget(self, offset: int, prompt_offset: int | None) -> None:
+        """Forgets the chunks that are about to be published again: those from token `offset` on, and those with log
+        probabilities from `prompt_offset` on. A notice that is still on its way says nothing new about them."""
+        self._carried = [
+            carried if carried is not None and not _is_after(carried, offset, prompt_offset) else None
+            for carried in self._carried
+        ]
+
+
+def _is_after(carried: tuple[int, int | None], offset: int, prompt_offset: int | None) -> bool:
+    """Whether a stream that is published again from there on has the chunk that carried this."""
+    at, prompt_at = carried
+    return at >= offset if prompt_at is None else prompt_offset is not None and prompt_at >= prompt_offset
 
 
 def prompt_offset(chunk: messages.Chunk) -> int | None:

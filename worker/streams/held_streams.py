@@ -104,7 +104,7 @@ class HeldStreams:
         if not self._reach.is_distant(stream.guardian or stream.run.router_id):
             return
         if stream.hold is not None:
-            self.asked(stream, offset, None)
+            self.asked(stream, min(offset, stream.hold.offset), stream.hold.prompt_offset)
         else:
             self._outbox.replay(stream, offset, time.monotonic())
 

@@ -383,8 +383,8 @@ class WorkerStream:
     def replay(self, offset: int, max_bytes: int, prompt_offset: int | None = None) -> Iterator[messages.Chunk]:
         """Yields the log probabilities of the prompt from `prompt_offset` on, unless that is None, the chunks from
         token `offset` on, each of at most `max_bytes`, and the terminal if there is one; if there is nothing, an empty
-        chunk, to show that the stream is alive. Notices about earlier chunks count no more."""
-        self.marks.forget()
+        chunk, to show that the stream is alive. Notices about what is published again count no more."""
+        self.marks.forget(offset, prompt_offset)
         chunks = 0
         if self.is_streamed and self._prompt_scores is not None and prompt_offset is not None:
             for chunk in self._chunks_of_prompt(prompt_offset, max_bytes, offset):

@@ -54,6 +54,21 @@ def test_the_tightest_of_its_own_group_and_those_above_holds(tmp_path: Path) -> 
     assert cores(tmp_path, **files) == 2
 
 
-@pytest.mark.parametrize("text", ["", "x y\n", "100000\n", "100000 0\n"])
+def test_a_group_of_one_version_limits_nobody_of_the_other(tmp_path: Path) -> None:
+    files = {
+        "proc__self__cgroup": "4:cpu,cpuacct:/\n0::/service\n",
+        "sys__fs__cgroup__cpu__service__cpu.cfs_quota_us": "100000\n",
+        "sys__fs__cgroup__cpu__service__cpu.cfs_period_us": "100000\n",
+    }
+    assert cores(tmp_path, **files) == 64
+
+
+def test_names_of_groups_may_be_any_bytes(tmp_path: Path) -> None:
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_bytes(b"0::/\xff\nand what no kernel writes\n")
+    assert cores(tmp_path, **{"sys__fs__cgroup__cpu.max": "300000 100000\n"}) == 3
+
+
+@pytest.mark.parametrize("text", ["", "x y\n", "100000\n", "100000 0\n", f"{'9' * 400} 1\n"])
 def test_a_limit_that_says_nothing_is_passed_over(tmp_path: Path, text: str) -> None:
     assert cores(tmp_path, **{"sys__fs__cgroup__cpu.max": text}) == 64

@@ -48,8 +48,8 @@ class _Record(msgspec.Struct, frozen=True):
     """Bytes by device, for each part of the process that has claimed some."""
     taken: list[str] = []
     """The parts that have already taken their memory on devices other than the host."""
-    threads: dict[str, int] = {}
-    """The number of threads with which each part computes."""
+    greedy_threads: dict[str, int] = {}
+    """The number of threads with which each part computes that wants all cores of this process; 0 for others."""
 
 
 class MemoryClaims:
@@ -108,9 +108,9 @@ class MemoryClaims:
         others = (sizes for name, sizes in self._record.claims.items() if name != part)
         return sum(sizes.get(device, 0) for sizes in others for device in devices)
 
-    def claim(self, part: str, sizes: dict[str, int], threads: int = 0) -> None:
-        """Notes what a part of this process will take of each device, and with how many threads it computes, replacing
-        its earlier claim. Call it while `planning`."""
+    def claim(self, part: str, sizes: dict[str, int], greedy_threads: int = 0) -> None:
+        """Notes what a part of this process will take of each device, and with how many threads it computes if it wants
+        all cores, replacing its earlier claim. Call it while `planning`."""
         with self._lock:
             record = self._record
             self._write(
@@ -118,14 +118,18 @@ class MemoryClaims:
                     record.pid,
                     record.claims | {part: sizes},
                     [name for name in record.taken if name != part],
-                    record.threads | {part: threads},
+                    record.greedy_threads | {part: greedy_threads},
                 )
             )
 
-    @property
-    def num_threads(self) -> int:
-        """The number of threads with which all engine processes of this machine compute."""
-        return sum(sum(record.threads.values()) for record in (self._record, *self._records()))
+    def greedy_threads(self) -> tuple[int, int]:
+        """Returns how many threads this process and others compute with that want all their cores, and how many cores
+        these are; nothing if this one leaves some. Call it while `planning`."""
+        if not any(self._record.greedy_threads.values()):
+            return 0, 0
+        greedy = [one for one in (self._record, *self._records()) if any(one.greedy_threads.values())]
+        cores = {core for one in greedy for core in _affinity(one.pid)}
+        return sum(sum(one.greedy_threads.values()) for one in greedy), len(cores)
 
     def took(self, part: str) -> None:
         """Notes that a part has its memory, so that a GPU's free memory now reflects it."""
@@ -139,7 +143,7 @@ class MemoryClaims:
             if part in self._record.claims:
                 claims = {name: sizes for name, sizes in self._record.claims.items() if name != part}
                 taken = [one for one in self._record.taken if one in claims]
-                threads = {name: count for name, count in self._record.threads.items() if name in claims}
+                threads = {name: count for name, count in self._record.greedy_threads.items() if name in claims}
                 self._write(_Record(self._record.pid, claims, taken, threads))
 
     def _others_on_host(self, part: str) -> Iterator[tuple[list[str], OtherClaim]]:
@@ -194,6 +198,14 @@ def _lock(fd: int, deadline: float) -> bool:
             time.sleep(_LOCK_INTERVAL_S)
         else:
             return True
+
+
+def _affinity(pid: int) -> set[int]:
+    """Returns the cores on which a process may run; none if it has ended."""
+    try:
+        return os.sched_getaffinity(pid)
+    except OSError:
+        return set()
 
 
 def _is_in(group: str, groups: Iterable[str]) -> bool:

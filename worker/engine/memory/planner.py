@@ -115,8 +115,8 @@ class MemoryPlanner:
             kv_tokens = min(need.kv_tokens, sized.kv_tokens or need.kv_tokens)
             length = sized.context_length or need.context_length
             need = estimate(facts, sized, Sizes(length, kv_tokens, need.host_cache_bytes))
-            self._claim(part, need, own, gpus, _threads(settings, placement))
-        self._warn_of_threads()
+            self._claim(part, need, own, gpus, _greedy_threads(settings, placement))
+            self._warn_of_threads()
         host = rooms.host
         memory = MemoryPlan(
             weight_bytes=size,
@@ -153,25 +153,27 @@ class MemoryPlanner:
         return found._replace(chosen_bytes=found.chosen_bytes // max(1, settings.memory_parts))
 
     def _claim(
-        self, part: str, need: MemoryNeed, placement: DevicePlacement, gpus: dict[str, Room], threads: int = 0
+        self, part: str, need: MemoryNeed, placement: DevicePlacement, gpus: dict[str, Room], greedy_threads: int = 0
     ) -> None:
         sizes = {HOST: need.host_bytes(placement) - need.host_cache_bytes, HOST_CACHE: need.host_cache_bytes}
         if placement.gpu_layers:
             sizes |= {name: need.gpu_bytes(placement) // len(gpus) for name in gpus}
-        self.claims.claim(part, sizes, threads)
+        self.claims.claim(part, sizes, greedy_threads)
 
     def _warn_of_threads(self) -> None:
-        """Says if the workers of this machine compute with more threads than it has cores: a step takes as long as its
-        slowest thread, which then waits for a core."""
-        threads, cores = self.claims.num_threads, usable_cores()
+        """Says if other engines of this machine want all of its cores, too: a step takes as long as its slowest thread,
+        which then waits for a core. Call it while `planning`."""
+        threads, cores = self.claims.greedy_threads()
         if threads > cores:
             advice = "divide the cores among the workers of this machine with --threads"
             structlog.get_logger().warning("cores_oversubscribed", threads=threads, cores=cores, reason=advice)
 
 
-def _threads(settings: EngineSettings, placement: DevicePlacement) -> int:
-    """Returns how many cores a replica keeps busy. Of the models that are loaded on demand, most are idle."""
-    return 0 if placement.gpu_layers or settings.kv_pool_bytes else settings.threads or usable_cores()
+def _greedy_threads(settings: EngineSettings, placement: DevicePlacement) -> int:
+    """Returns how many threads a replica computes with, if it wants all cores, and 0 if it leaves some to others."""
+    cores = usable_cores()
+    threads = settings.threads or cores
+    return threads if threads >= cores > 1 and not placement.gpu_layers else 0
 
 
 def _need(facts: ModelFacts, settings: EngineSettings, rooms: Rooms) -> MemoryNeed:

@@ -117,21 +117,22 @@ def test_replicas_divide_what_there_is_and_claims_end_with_them(
     assert claims.host_room([HostLimit("", 4_096 * MIB, 1_300 * MIB)], "", 1.0).free_bytes == 1_300 * MIB
 
 
-def test_more_threads_than_cores_are_reported_with_all_that_compute_here(
+def test_engines_that_want_all_cores_are_told_of_each_other(
     host: Callable[[int], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     host(1_300)
     monkeypatch.setattr("tokenbus.worker.engine.memory.planner.usable_cores", lambda: 4)
+    monkeypatch.setattr("tokenbus.worker.engine.memory.claims._affinity", lambda pid: {0, 1, 2, 3})
     planner, models = MemoryPlanner(MemoryClaims(tmp_path)), LoadedModels()  # type: ignore[var-annotated]
     said, runners = [], []
-    for threads in (3, 1, 2):
+    for threads in (0, 2, 2, 4):
         with capture_logs() as logs:
             small = msgspec.structs.replace(PLAIN, memory_parts=8, threads=threads)
             runners.append(load(small, lambda share: None, models, planner))
         said.append([(one["threads"], one["cores"]) for one in logs if one["event"] == "cores_oversubscribed"])
     for runner in runners:
         runner.close()
-    assert said == [[], [], [(6, 4)]]
+    assert said == [[], [], [], [(8, 4)]]
 
 
 def test_an_engine_that_replaces_another_has_its_sizes_whatever_is_free(host: Callable[[int], None]) -> None:

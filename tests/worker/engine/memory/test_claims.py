@@ -85,16 +85,32 @@ def test_a_control_group_has_what_no_process_in_it_has_planned(tmp_path: Path, o
     assert mine.host_room([], "", 1.0) == UNLIMITED
 
 
-def test_the_threads_of_all_living_processes_are_counted(tmp_path: Path, other: "subprocess.Popen[str]") -> None:
-    mine = MemoryClaims(tmp_path)
-    for part in ("first", "second"):
-        mine.claim(part, {HOST: GIB}, 2)
-    assert mine.num_threads == 7
-    mine.release("first")
-    assert mine.num_threads == 5
+def test_threads_of_living_processes_that_want_all_cores_are_counted(
+    tmp_path: Path, other: "subprocess.Popen[str]"
+) -> None:
+    mine, cores = MemoryClaims(tmp_path), len(os.sched_getaffinity(0))
+    mine.claim("fair", {HOST: GIB})
+    assert mine.greedy_threads() == (0, 0), "it leaves cores to the other"
+    mine.claim("greedy", {HOST: GIB}, 2)
+    assert mine.greedy_threads() == (5, cores)
     other.kill()
     other.wait()
-    assert mine.num_threads == 2
+    assert mine.greedy_threads() == (2, cores)
+    mine.release("greedy")
+    assert mine.greedy_threads() == (0, 0)
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="takes two cores")
+def test_processes_on_different_cores_have_those_of_both(tmp_path: Path, other: "subprocess.Popen[str]") -> None:
+    own, *_, others = os.sched_getaffinity(0)
+    os.sched_setaffinity(other.pid, {others})
+    mine, before = MemoryClaims(tmp_path), os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {own})
+    try:
+        mine.claim("greedy", {HOST: GIB}, 1)
+        assert mine.greedy_threads() == (4, 2)
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 def test_the_claims_of_a_process_that_was_killed_are_removed(tmp_path: Path, other: "subprocess.Popen[str]") -> None:
