@@ -80,7 +80,6 @@ class FleetWatch:
         self._ignore_silence_until = 0.0
         self._confirming: asyncio.Task[None] | None = None
         """Confirms that silent workers are lost, while there are any."""
-        self._follows_beats = True
         self._log = structlog.get_logger()
 
     async def open(self) -> None:
@@ -150,7 +149,7 @@ class FleetWatch:
         for worker in self._fleet.snapshots_due(now, _SNAPSHOT_RETRY_S):
             subject = self._names.worker(worker.card.model, worker.card.worker_id, "snapshot")
             request = self._recovery.snapshot_request(worker, room_bytes)
-            request = codec.replace(request, follows_beats=self._follows_beats)
+            request = codec.replace(request, follows_beats=True)
             self._ask(subject, self._snapshot_inbox(worker.card.address), codec.encode(request))
 
     async def _confirm_lost(self, now: float) -> None:
@@ -247,11 +246,9 @@ class FleetWatch:
             self._discover()
 
     def _on_permissions_violation(self, words: str) -> None:
-        """Learns that the broker's permissions are of an earlier version: workers must then not rely on beats."""
-        if self._follows_beats and f"{self._names.prefix}.beat.".lower() in words.lower():
-            self._follows_beats = False
-            self._fleet.mark_all_behind()  # asks every worker again, and tells it so
-            self._log.warning("beats_not_permitted", subject=self._names.all_beats)
+        """Says that the broker's permissions forbid to hear beats, without which idle workers soon count as lost."""
+        if f"{self._names.prefix}.beat.".lower() in words.lower():
+            self._log.error("beats_not_permitted", subject=self._names.all_beats)
 
     def _on_seal(self, message: Msg) -> None:
         try:

@@ -279,7 +279,7 @@ _FLEET = (
     Panel(
         "Beats of worker processes",
         "Signs of life of worker processes, each for all its idle workers. If there are none although workers are "
-        "idle, a router of an earlier version is running, or permissions forbid them.",
+        "idle, the broker's permissions forbid them.",
         "short",
         (Query(rate(f"{_P}_beats_total", ROUTER_FILTER, "instance"), _NAME),),
     ),

@@ -103,13 +103,6 @@ _REQUESTS = (
         "suffix: /s",
         (Query(_rate("scored_documents"), _NAME),),
     ),
-    Panel(
-        "Routers of earlier versions",
-        "The subjects on which routers that know no beats want snapshots. If it is not 0, idle workers cost as much as "
-        "before: finish the upgrade of the routers.",
-        "short",
-        (Query(max_of(f"{_P}_earlier_routers", WORKER_FILTER, "instance"), "{{instance}}"),),
-    ),
 )
 
 _STEPS = (

@@ -89,8 +89,7 @@ TICK_S = 0.25
 STREAM_KEEPALIVE_S = 5.0
 """A stream with nothing to send sends an empty chunk this often."""
 FIRST_EVENT_SEQ = 1
-"""Number of the first entry of an event log. Routers that know no beats expect 0, so they ask for a snapshot, and the
-worker learns that they need an entry every 250 ms."""
+"""Number of the first entry of an event log."""
 HEARTBEAT_S = 0.25
 """The event log of a worker that is not idle carries at least one message in this time."""
 BEAT_S = 1.0

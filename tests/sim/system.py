@@ -9,9 +9,10 @@ from tests.sim.network import Broker
 from tests.sim.sim_bus import SimBus
 from tests.sim.world import Process, World
 from tokenbus.protocol.telemetry.tracing import NoopTracer
-from tokenbus.protocol.wire import codec, subjects
+from tokenbus.protocol.wire import subjects
 from tokenbus.router.serve import Router
 from tokenbus.router.settings import RouterSettings
+from tokenbus.worker.broker.fence import FENCE_S
 from tokenbus.worker.broker.lifeline import Lifeline
 from tokenbus.worker.replica.frontend import Frontend
 from tokenbus.worker.replica.replica import leave
@@ -152,6 +153,8 @@ class FrontendProcess:
         self.bus.link.stall(4.0)
         self.bus.on_reconnect = self._on_reconnect
         self._on_reconnect()
+        # the timer of an idle process would look at the fence up to 400 ms later
+        self.process.loop.call_later(FENCE_S, self._line.check_fence)
 
 
 class RouterProcess:
@@ -162,20 +165,16 @@ class RouterProcess:
         name: str,
         patterns: tuple[str, ...] = (),
         *,
-        knows_beats: bool = True,
         site: str = "",
     ) -> None:
-        """`patterns` are those of its models. One that knows no beats is like those of earlier versions."""
+        """`patterns` are those of its models."""
         self.name = name
-        self._knows_beats = knows_beats
         self.process = world.process(name)
         self.bus = SimBus(self.process, broker)
         self.process.spawn(self._live(world, RouterSettings(model_patterns=patterns, site=site)))
 
     async def _live(self, world: World, settings: RouterSettings) -> None:
         self.router = Router(self.bus, subjects.Subjects(), self.name, settings, world.rng, NoopTracer())
-        if not self._knows_beats:
-            _forget_beats(self.router)
         await self.router.open()
         await self.router.run()
 
@@ -191,15 +190,6 @@ class RouterProcess:
         await self.router.shut_down()
         await asyncio.sleep(0)
         kill(self.process, self.bus)
-
-
-def _forget_beats(router: Router) -> None:
-    """Makes a router take no beats, and expect that every event log begins with entry 0."""
-    fleet, watch = router.fleet, router._watch
-    watch._follows_beats = False
-    watch._on_beat = lambda message: None  # type: ignore[method-assign]
-    apply_card = fleet.apply_card
-    fleet.apply_card = lambda card, now: apply_card(codec.replace(card, process=""), now)  # type: ignore[method-assign]
 
 
 def kill(process: Process, *buses: SimBus, lingers: bool = True) -> None:

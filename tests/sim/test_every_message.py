@@ -66,7 +66,7 @@ FAULTS = (
 )
 
 
-_SEED = 1
+_SEED = 2
 """One by which the worker that faults strike has the simple client's stream too, as the first test makes sure."""
 
 

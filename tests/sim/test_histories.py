@@ -40,7 +40,7 @@ class History(RuleBasedStateMachine):
         self._closing = world(seed)
         self.world = self._closing.__enter__()
         self.broker = Broker(self.world)
-        self.num_frontends = self.num_routers = 0
+        self.num_frontends = 0
         self.frontends = [self.new_frontend(f"w{number}") for number in range(frontends)]
         self.most_named = most_named
         self.routers = [self.new_router(f"r{number}") for number in range(routers)]
@@ -358,8 +358,7 @@ class History(RuleBasedStateMachine):
         return FrontendProcess(self.world, self.broker, name, max_new_tokens=limit, beside=beside)
 
     def new_router(self, name: str) -> RouterProcess:
-        self.num_routers += 1
-        router = RouterProcess(self.world, self.broker, name, knows_beats=self.num_routers % 3 > 0)
+        router = RouterProcess(self.world, self.broker, name)
         if self.most_named:
             router.bus.max_payload = limits.MESSAGE_RESERVE_BYTES + 50 * self.most_named
         return router

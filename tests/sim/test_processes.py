@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 import pytest
+import structlog
 
 from tests.sim.clients import ClientProcess
 from tests.sim.network import Broker, Link
@@ -98,7 +99,7 @@ def test_a_worker_that_joins_a_process_between_two_epochs_announces_itself_in_th
 
 
 class Fleet:
-    """Two processes of two workers each, a router of this version, and what goes over the bus."""
+    """Two processes of two workers each, a router, and what goes over the bus."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -117,10 +118,6 @@ class Fleet:
         self.num_messages.clear()
         self.world.run(seconds)
         return Counter({kind: round(number / seconds) for kind, number in self.num_messages.items()})
-
-    def start(self, name: str, *, knows_beats: bool) -> RouterProcess:
-        self.routers.append(RouterProcess(self.world, self.broker, name, knows_beats=knows_beats))
-        return self.routers[-1]
 
     def check_none_lost(self) -> None:
         """No router has missed a worker or an entry."""
@@ -168,72 +165,34 @@ def test_a_stream_whose_engine_is_slow_keeps_its_worker_heard_of_each_quarter_of
     assert 4 <= fleet.count(10.0)["events"] <= 6
 
 
-@pytest.mark.parametrize("starts_first", [True, False])
-def test_a_router_of_an_earlier_version_loses_no_worker_that_is_idle(fleet: Fleet, starts_first: bool) -> None:
-    """Whether it is there before the workers or comes later, it gets an entry of each every quarter of a second."""
-    if starts_first:
-        earlier = fleet.start("old", knows_beats=False)
-        fleet.world.run(1.0)
-        fleet.processes.append(FrontendProcess(fleet.world, fleet.broker, "c1"))
-        fleet.world.run(30.0)
-        assert len(earlier.router.fleet.model(MODEL).eligible(fleet.world.now)) == 5
-        fleet.processes.pop().drain()
-        fleet.world.run(1.0)
-    else:
-        fleet.world.run(5.0)
-        assert fleet.count(10.0)["events"] == 0
-        fleet.start("old", knows_beats=False)
-        fleet.world.run(1.0)
-    assert fleet.count(30.0)["events"] >= 16
+def test_a_process_begins_to_beat_as_soon_as_it_is_connected(fleet: Fleet) -> None:
+    fleet.world.run(1.0)
+    assert fleet.count(2.0)["beat"] >= 2
+    fleet.routers.append(RouterProcess(fleet.world, fleet.broker, "r1"))
+    fleet.world.run(2.0)
     fleet.check_none_lost()
 
 
-def test_workers_fall_silent_again_once_no_router_of_an_earlier_version_is_left(fleet: Fleet) -> None:
-    earlier = fleet.start("old", knows_beats=False)
-    fleet.world.run(10.0)
-    assert fleet.count(5.0)["events"] >= 16
-    fleet.routers.remove(earlier)
-    kill(earlier.process, earlier.bus)
-    fleet.world.run(25.0)  # each worker was asked on a subject of its own
-    assert fleet.count(10.0)["events"] == 0
-
-
-def test_a_router_of_an_earlier_version_that_was_cut_off_finds_every_worker_again(fleet: Fleet) -> None:
-    earlier = fleet.start("old", knows_beats=False)
-    fleet.world.run(10.0)
-    earlier.bus.cut(lingers=False)
-    fleet.world.run(30.0)
-
-
-def test_a_broker_that_forbids_beats_makes_workers_and_routers_do_without(fleet: Fleet) -> None:
+def test_workers_of_a_process_whose_broker_forbids_beats_speak_for_themselves(fleet: Fleet) -> None:
     fleet.world.run(5.0)
     words = 'nats: permissions violation for publish to "tokenbus.v1.beat.sim.a1"'
     process = fleet.processes[0]
-    process.process.call(process.bus.on_permissions_violation, words)
-    fleet.world.run(1.0)
+    with structlog.testing.capture_logs() as logs:
+        process.process.call(process.bus.on_permissions_violation, words)
+        fleet.world.run(1.0)
+    assert [(line["event"], line["log_level"]) for line in logs] == [("beats_not_permitted", "error")]
     assert 9 <= fleet.count(10.0)["events"] <= 11  # of its two workers
-    router = fleet.routers[0]
-    words = 'nats: permissions violation for subscription to "tokenbus.v1.beat.*.*"'
-    router.process.call(router.bus.on_permissions_violation, words)
+
+
+def test_a_router_says_that_its_broker_forbids_beats(fleet: Fleet) -> None:
     fleet.world.run(1.0)
-    assert fleet.count(10.0)["events"] >= 16
-
-
-def test_routers_of_both_versions_continue_the_streams_of_a_process_that_dies() -> None:
-    with world(seed=8) as made:
-        fleet = Fleet(made)
-        fleet.start("old", knows_beats=False)
-        made.run(5.0)
-        for _ in range(8):
-            fleet.client.ask(40)
-        made.run(1.0)
-        dead = fleet.processes[0]
-        assert any(replica.frontend.num_streams for replica in dead.replicas)
-        kill(dead.process, dead.bus, dead.incoming)
-        made.run(30.0)
-        for asked in fleet.client.asked:
-            asked.check()
-            assert asked.is_whole, asked
+    router = fleet.routers[0]
+    with structlog.testing.capture_logs() as logs:
+        for subject in ("tokenbus.v1.beat.*.*", "tokenbus.v1.card.*.*"):
+            words = f'nats: permissions violation for subscription to "{subject}"'
+            router.process.call(router.bus.on_permissions_violation, words)
+        fleet.world.run(0.1)
+    assert [(line["event"], line["log_level"]) for line in logs] == [("beats_not_permitted", "error")]
 
 
 def test_a_forged_beat_keeps_no_dead_worker_alive(fleet: Fleet) -> None:
@@ -250,13 +209,3 @@ def test_a_forged_beat_keeps_no_dead_worker_alive(fleet: Fleet) -> None:
     fleet.processes.append(FrontendProcess(fleet.world, fleet.broker, "b1", beside=["b2"]))
     fleet.world.run(3.0)
     fleet.routers[0].router.metrics.lost_workers.labels(MODEL).reset()
-
-
-def test_workers_hear_clients_themselves_while_a_router_of_an_earlier_version_is_there(fleet: Fleet) -> None:
-    """It passes nothing on, and may place a stream that is cancelled at once."""
-    frontends = [replica.frontend for process in fleet.processes for replica in process.replicas]
-    fleet.world.run(5.0)
-    assert not any(frontend._endpoints.clients.is_listening for frontend in frontends)
-    fleet.start("old", knows_beats=False)
-    fleet.world.run(1.0)
-    assert all(frontend._endpoints.clients.is_listening for frontend in frontends)

@@ -6,8 +6,7 @@ to pings. A process that was frozen, or cut off from the broker, was so with all
 together, and all begin the same new epoch.
 
 A replica that has work publishes an entry of its event log every 200 ms. The idle ones are silent, and the process
-speaks for them with one message every 800 ms, a beat (decision 0012). Routers of earlier versions know no beats: while
-there is one, every replica speaks for itself."""
+speaks for them with one message every 800 ms, a beat (decision 0012)."""
 
 import asyncio
 import contextlib
@@ -17,14 +16,12 @@ from collections import defaultdict
 from typing import Protocol
 
 import structlog
-from nats.aio.msg import Msg
 
 from tokenbus.protocol import tasks
 from tokenbus.protocol.access.audit_log import AuditWriter
-from tokenbus.protocol.bus.bus import OutboundBufferLimitError, OwnedBus, is_no_responders, lease_time
+from tokenbus.protocol.bus.bus import OutboundBufferLimitError, OwnedBus, lease_time
 from tokenbus.protocol.wire import codec, internal, limits, subjects
 from tokenbus.worker.broker.announcer import Announcer, new_epoch
-from tokenbus.worker.broker.earlier_routers import EarlierRouters
 from tokenbus.worker.broker.fence import Fence
 
 _TICK_S = 0.8 * limits.HEARTBEAT_S
@@ -83,7 +80,6 @@ class Lifeline:
         self._is_given_up = False
         self._fence = Fence(lease_time())
         self._members: dict[Member, contextvars.Context] = {}
-        self._earlier_routers = EarlierRouters(time.monotonic())
         self._may_beat = True
         """False once the broker's permissions have forbidden a beat."""
         self._beat_at = 0.0
@@ -91,29 +87,17 @@ class Lifeline:
         self._has_work = asyncio.Event()
         self._is_resting = False
         """Whether the next tick may come later."""
-        self._inbox = ""
         bus.guard = self._may_publish
         bus.on_reconnect = self._reconnected
         bus.on_permissions_violation = self._permissions_violated
 
     def __repr__(self) -> str:
-        return f"<Lifeline of {len(self._members)} replicas, {self._fence!r}, {self._earlier_routers!r}>"
+        return f"<Lifeline of {len(self._members)} replicas, {self._fence!r}>"
 
     @property
     def worker_ids(self) -> list[str]:
         """The names of all replicas."""
         return [member.announcer.worker_id for member in self._members]
-
-    @property
-    def num_earlier_routers(self) -> int:
-        """Snapshot inboxes of routers that know no beats."""
-        return len(self._earlier_routers)
-
-    @property
-    def is_all_passed_on(self) -> bool:
-        """Whether every router passes on what clients ask of workers. Those that know no beats pass nothing on, and a
-        stream that one of them has just placed may be cancelled at once."""
-        return not self._earlier_routers
 
     def join(self, member: Member) -> None:
         """Looks after a replica from now on, in the present context."""
@@ -122,12 +106,6 @@ class Lifeline:
     def leave(self, member: Member) -> None:
         """Forgets a replica. Safe to call again."""
         self._members.pop(member, None)
-
-    def snapshot_asked(self, reply: str, *, follows_beats: bool) -> None:
-        """Notes that a router wants a snapshot on its subject `reply`."""
-        if not follows_beats:
-            self._earlier_routers.heard(reply, time.monotonic())
-            self.has_work()
 
     def has_work(self) -> None:
         """Ends a longer pause between two ticks: a replica is no longer idle."""
@@ -160,8 +138,6 @@ class Lifeline:
         self._fence_off()
 
     async def _live(self) -> None:
-        self._inbox = self.bus.new_inbox()
-        await self.bus.subscribe(self._inbox, self._on_notice)
         ticked_at = time.monotonic()
         while True:
             self.bus.ping()
@@ -170,7 +146,6 @@ class Lifeline:
             # before anything is published, so that a pause of the process is noticed
             self._fence.tick(lease_time())
             self.check_fence()
-            self._look_for_earlier_routers(now)
             self._tick(now, now - ticked_at)
             ticked_at = now
 
@@ -184,9 +159,8 @@ class Lifeline:
         self._has_work.clear()
 
     def _tick(self, now: float, gap_s: float) -> None:
-        may_beat = self._may_beat and self._earlier_routers.are_none(now)
-        idle = [member for member in self._members if member.is_idle] if may_beat else []
-        self._is_resting = may_beat and len(idle) == len(self._members)
+        idle = [member for member in self._members if member.is_idle] if self._may_beat else []
+        self._is_resting = self._may_beat and len(idle) == len(self._members)
         spoken_for = set(idle)
         for member, context in list(self._members.items()):
             context.run(member.tick, now, gap_s, is_spoken_for=member in spoken_for)
@@ -210,22 +184,12 @@ class Lifeline:
         self._beat_at = time.monotonic()
         self.num_beats += 1
 
-    def _look_for_earlier_routers(self, now: float) -> None:
-        """Asks the broker whether a router that knows no beats is still there: such a router ignores the question."""
-        if not self.is_muted and (inbox := self._earlier_routers.to_probe(now)) is not None:
-            with contextlib.suppress(OutboundBufferLimitError):
-                self.bus.publish(inbox, b"", self._inbox)
-
-    def _on_notice(self, message: Msg) -> None:
-        if is_no_responders(message):
-            self._earlier_routers.gone(time.monotonic())
-
     def _permissions_violated(self, words: str) -> None:
-        """Learns that the broker's permissions are of an earlier version: replicas then speak for themselves."""
+        """Learns that the broker's permissions forbid beats: replicas then speak for themselves."""
         if self._may_beat and f"{self._names.prefix}.beat.".lower() in words.lower():
             self._may_beat = False
             self.has_work()
-            structlog.get_logger().warning("beats_not_permitted", worker_ids=self.worker_ids)
+            structlog.get_logger().error("beats_not_permitted", worker_ids=self.worker_ids)
 
     def _may_publish(self) -> bool:
         """Guards every write. While muted, writes are safe: what the old epoch buffered went with its connection."""
@@ -243,6 +207,5 @@ class Lifeline:
         if self.is_muted:
             self._fence.reset(lease_time())
             self.is_muted = False
-        self._earlier_routers.reconnected(time.monotonic())
         for member, context in self._members.items():
             context.run(member.reconnected)

@@ -346,8 +346,6 @@ class Endpoints:
             )
 
     def _send_snapshot(self, message: Msg, request: internal.SnapshotRequest) -> None:
-        if message.reply:
-            self._worker.line.snapshot_asked(message.reply, follows_beats=request.follows_beats)
         running = self._streams.running_requests(request) if message.reply else None
         if running is not None:  # else the router asks again in a second
             known = (self._streams.find_any(key) for key in request.known_tokens)

@@ -80,9 +80,7 @@ class Frontend:
         prefixes = settings.inbox_prefixes
         self._endpoints = Endpoints(bus, names, self.announcer, self.streams, prefixes, commands, metrics)
         self._guardians = Guardians(bus, names, self.announcer, self._outbox, self.streams, reach)
-        self._guardians.listen = lambda wanted: self._endpoints.clients.listen(
-            wanted=wanted or not line.is_all_passed_on
-        )
+        self._guardians.listen = lambda wanted: self._endpoints.clients.listen(wanted=wanted)
         self.streams.on_accepted = self._guardians.accepted
         self._tick_failed_at: dict[str, float] = {}
         """When each part of the tick was last logged as failing."""

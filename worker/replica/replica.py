@@ -168,7 +168,6 @@ class Replica(EngineListener):
         """Updates the replica's gauges for a scrape."""
         frontend, engine = self.frontend, self._supervisor.engine
         self._metrics.add_up()
-        self._metrics.earlier_routers.set(self._line.num_earlier_routers)
         self._metrics.loading.set(frontend.announcer.state in (ReplicaState.STARTING, ReplicaState.RESTARTING))
         if self._config is not None:
             self._metrics.update_gauges(engine.load(), self._config)

@@ -53,10 +53,6 @@ class WorkerMetrics(MetricFamilies):
             engine_version=(),
             source=(),
         )
-        self.earlier_routers = gauge(
-            "earlier_routers",
-            "Subjects on which routers that know no beats want snapshots: unless 0, each replica sends heartbeats.",
-        )
         self.ready = gauge("ready", "1 while the worker accepts requests.")
         self.running = gauge("requests_running", "Running requests, each in a lane of the engine.")
         self.waiting = gauge("requests_waiting", "Accepted requests that wait for a lane.")

@@ -169,7 +169,8 @@ class SnapshotRequest(public.Message, frozen=True, kw_only=True, omit_defaults=T
     wants_others: bool = False
     """Whether the tokens of all other requests are wanted too: all that their current attempt has sampled."""
     follows_beats: bool = False
-    """Whether the router takes beats as signs of life. Routers of earlier versions know none."""
+    """Deprecated since 0.3.0: every router takes beats as signs of life. Still true, since workers of 0.2.0 send none
+    otherwise."""
 
 
 class StreamState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
