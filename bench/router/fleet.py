@@ -2,10 +2,8 @@
 
 Run: .venv/bin/python -m bench.router.fleet [--workers 1000] [--rounds 7] [--seconds 5] [--cancels 20]
 
-Workers are generated (`bench.router.generated_workers`). `now` are workers to which routers pass cancels on, with one
-subscription for all services and one beat for a process; `before` are workers that hear all clients of their model,
-have a subscription for each service and speak each for itself, as those of earlier versions do. A round is some seconds
-without cancels and some with cancels of unknown requests; the difference of the broker's CPU time is theirs."""
+Workers are generated (`bench.router.generated_workers`). A round is some seconds without cancels and some with cancels
+of unknown requests; the difference of the broker's CPU time is theirs."""
 
 import argparse
 import asyncio
@@ -19,34 +17,31 @@ from bench.router import generated_workers
 from bench.router.generated_workers import MODEL, NAMES, Style
 from bench.system import resident_mib
 
-_STYLES = {"now": Style(), "before": Style(beats=False, hears_clients=True)}
-
 
 async def measure(options: argparse.Namespace) -> None:
-    for name, style in _STYLES.items():
-        fleet = generated_workers.processes(options.workers, options.per_process, style)
-        async with generated_workers.beside(fleet, options.workers) as one:
-            client = Nats()
-            await client.connect(one.url)
-            idle, extra, received = [], [], []
-            for _ in range(options.rounds):
-                idle.append((await one.cores(options.seconds)).broker)
-                count = sum(process.received_bytes for process in fleet)
-                cancelling = asyncio.create_task(_cancel(client, options.cancels))
-                extra.append((await one.cores(options.seconds)).broker - idle[-1])
-                cancelling.cancel()
-                received.append(sum(process.received_bytes for process in fleet) - count)
-            await client.close()
-            more = quartiles(extra)
-            print(
-                f"{name}: {options.workers} workers, {options.per_process} of a process, each with "
-                f"{len(generated_workers.subscriptions('w', style))} subscriptions: broker "
-                f"{resident_mib(one.broker_pid):.0f} MiB, {statistics.median(idle):.3f} of a core while idle; "
-                f"{options.cancels} cancels a second cost it {more.median:.3f} more ({more.first_quartile:.3f} to "
-                f"{more.third_quartile:.3f}), and the workers received "
-                f"{statistics.median(received) / options.seconds / 1e3:.0f} KB/s",
-                flush=True,
-            )
+    fleet = generated_workers.processes(options.workers, options.per_process, Style())
+    async with generated_workers.beside(fleet, options.workers) as one:
+        client = Nats()
+        await client.connect(one.url)
+        idle, extra, received = [], [], []
+        for _ in range(options.rounds):
+            idle.append((await one.cores(options.seconds)).broker)
+            count = sum(process.received_bytes for process in fleet)
+            cancelling = asyncio.create_task(_cancel(client, options.cancels))
+            extra.append((await one.cores(options.seconds)).broker - idle[-1])
+            cancelling.cancel()
+            received.append(sum(process.received_bytes for process in fleet) - count)
+        await client.close()
+        more = quartiles(extra)
+        print(
+            f"{options.workers} workers, {options.per_process} of a process, each with "
+            f"{len(generated_workers.subscriptions('w'))} subscriptions: broker "
+            f"{resident_mib(one.broker_pid):.0f} MiB, {statistics.median(idle):.3f} of a core while idle; "
+            f"{options.cancels} cancels a second cost it {more.median:.3f} more ({more.first_quartile:.3f} to "
+            f"{more.third_quartile:.3f}), and the workers received "
+            f"{statistics.median(received) / options.seconds / 1e3:.0f} KB/s",
+            flush=True,
+        )
 
 
 async def _cancel(client: Nats, a_second: int) -> None:

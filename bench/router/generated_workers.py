@@ -41,10 +41,6 @@ _SETTLE_S = 3.0
 """Time that a router then has to get to know the last ones."""
 _BLOCK_TOKENS = 16
 _BLOCKS = 1_024
-_SERVICES = (
-    *("run", "control", "take", "snapshot", "abort", "tokenize", "detokenize", "embed", "rerank", "tokenizer"),
-    *("guarded", "kv"),
-)
 _OTHERS = ("upload.*", "received.*", "gone.*", "unguarded.*", "kv.upload.*")
 _runs = codec.Decoder(internal.Run)
 _controls = codec.Decoder(internal.Control)
@@ -56,9 +52,6 @@ class Style(NamedTuple):
     beats: bool = True
     """Whether a process speaks for its idle workers with one beat every 800 ms; otherwise each worker publishes five
     entries a second."""
-    hears_clients: bool = False
-    """Whether each worker hears the cancels and resyncs of all clients of its model, and has a subscription for each
-    service in place of one for all."""
 
 
 class _Stream:
@@ -263,7 +256,7 @@ class Process:
         try:
             for line in (self._outgoing, self._incoming):
                 await loop.create_connection(lambda line=line: line, host, port)  # type: ignore[misc]
-            heard = [one for worker in self._workers for one in subscriptions(worker, self._style)]
+            heard = [one for worker in self._workers for one in subscriptions(worker)]
             self._incoming.write(b"".join(b"SUB %b %d\r\n" % (one.encode(), at) for at, one in enumerate(heard, 1)))
             await asyncio.sleep(0.2)
             self.write(self._cards)
@@ -336,16 +329,15 @@ class Process:
             versions={"tokenbus": "1", "python": "3.11", "nats-py": "2.11"},
             kv_block_size=_BLOCK_TOKENS,
             total_kv_blocks=_BLOCKS,
-            takes_passed_on=not self._style.hears_clients,
+            takes_passed_on=True,
             process=self._name if self._style.beats else "",
         )
 
 
-def subscriptions(worker: str, style: Style) -> list[str]:
+def subscriptions(worker: str) -> list[str]:
     """Returns the subjects that a worker hears."""
-    own = [NAMES.worker(MODEL, worker, one) for one in (*(_SERVICES if style.hears_clients else ("*",)), *_OTHERS)]
-    clients = [NAMES.cancels_of(MODEL), NAMES.resyncs_of(MODEL)] if style.hears_clients else []
-    return [*own, *clients, NAMES.discover, NAMES.card(MODEL, worker)]
+    own = [NAMES.worker(MODEL, worker, one) for one in ("*", *_OTHERS)]
+    return [*own, NAMES.discover, NAMES.card(MODEL, worker)]
 
 
 def processes(count: int, per_process: int, style: Style) -> list[Process]:
@@ -424,9 +416,8 @@ def main() -> None:
     parser = flags.parser(__doc__, workers=2_000, per_process=8)
     parser.add_argument("url", help="the broker's")
     parser.add_argument("--entries", action="store_true", help="each worker speaks for itself, as in earlier versions")
-    parser.add_argument("--hears-clients", action="store_true", help="each hears all clients, as in earlier versions")
     args = parser.parse_args()
-    style = Style(not args.entries, args.hears_clients)
+    style = Style(not args.entries)
     asyncio.run(live(processes(args.workers, args.per_process, style), args.url))
 
 

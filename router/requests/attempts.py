@@ -393,10 +393,7 @@ class Attempts:
         )
         if flight.cancelled:  # the worker has not seen the client's cancel, which came before the request did
             with contextlib.suppress(OutboundBufferLimitError, ConnectionError):
-                if card.takes_passed_on:
-                    self._workers.publish(card, "control", internal.Control(op="cancel", request_id=flight.key))
-                else:
-                    self._bus.publish(self._names.cancel(flight.request_id, flight.tenant, flight.model), b"")
+                self._workers.publish(card, "control", internal.Control(op="cancel", request_id=flight.key))
 
 
 def _to_source(placement: Placement) -> internal.FetchSource | None:

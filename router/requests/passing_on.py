@@ -3,7 +3,7 @@
 Clients name requests, not workers, so what they publish reaches every router, and each router that knows which worker
 has the stream tells that one: the worker answers the client, once. All of them do, and not just the stream's guardian,
 since a router that is frozen or gone tells nobody. Workers hear cancels and resyncs themselves only while that may not
-reach them: while a stream's guardian is gone, or passes nothing on because it is of an earlier version."""
+reach them: while a stream's guardian is gone, or does not answer."""
 
 import contextlib
 import time
@@ -50,10 +50,9 @@ class PassingOn:
         self._via = {VIA: router_id}
 
     def to_holder(self, op: Literal["cancel", "resync"], message: Msg, address: subjects.RequestAddress) -> None:
-        """Passes a client's message on to the worker that has the stream, if this router knows it and that worker does
-        not hear all clients itself."""
+        """Passes a client's message on to the worker that has the stream, if this router knows it."""
         worker = self._holder(address)
-        if worker is None or not worker.card.takes_passed_on:
+        if worker is None:
             return
         control = internal.Control(
             op=op,
@@ -68,15 +67,14 @@ class PassingOn:
             self._fleet.stats.passed_on += 1
 
     def to_workers(self, message: Msg) -> None:
-        """Passes on a message that names no model, unless its stream's worker gets it from routers: publishes it again
-        with the model in its subject, that of the request if this router guards it, otherwise every model that the
-        fleet serves, one after the other. Workers that hear clients hear those of their own model."""
+        """Passes on a message that names no model, unless this router knows its stream's worker, which gets it anyway:
+        publishes it again with the model in its subject, that of the request if this router guards it, otherwise every
+        model that the fleet serves, one after the other. Workers that hear clients hear those of their own model."""
         try:
             address = self._names.parse_request(message.subject)
         except ValueError:
             return
-        holder = self._holder(address)
-        if holder is not None and holder.card.takes_passed_on:
+        if self._holder(address) is not None:
             return
         content_type = _content_type(message)
         headers = self._via if content_type is None else {**self._via, codec.CONTENT_TYPE: content_type}

@@ -183,7 +183,7 @@ async def test_a_cancel_that_comes_before_the_accept_reaches_the_worker(testbed:
     assert testbed.router._lifecycle.cancel("default:a", "demo")
     testbed.answer(run, ACCEPTED)
     await asyncio.sleep(0)
-    assert [one.subject for one in testbed.broker.take()] == [NAMES.cancel("a", "default", "demo")]
+    assert [one.subject for one in testbed.broker.take()] == [NAMES.worker("demo", "w1", "control")]
 
 
 async def test_an_accept_after_the_workers_own_report_of_the_end_changes_nothing(testbed: Testbed) -> None:

@@ -75,12 +75,12 @@ def test_others_know_it_by_its_header(headers: dict[str, str] | None, expected: 
 
 
 class ToHolder:
-    """Records what a router passes on to the holders of streams: three workers, one of an earlier version."""
+    """Records what a router passes on to the holders of streams: two workers, each of its model."""
 
     def __init__(self) -> None:
         self.bus = RecordingBus()
         self.flights = Flights(10, 1_000)
-        cards = (card("w1", takes_passed_on=True), card("old"), card("w3", model="o.ther", takes_passed_on=True))
+        cards = (card("w1"), card("w3", model="o.ther"))
         self.fleet = fleet_of(*cards, now=time.monotonic())
         self.passing_on = PassingOn(self.bus, NAMES, self.fleet, self.flights, RouterMetrics(), "a")  # type: ignore[arg-type]
 
@@ -135,17 +135,6 @@ def test_what_nobody_has_goes_nowhere() -> None:
     to_holder.hear(events("w1", started=("default:r1",)))
     for subject in (NAMES.cancel("r2"), NAMES.cancel("r1", "acme"), NAMES.cancel("r1", model="o.ther")):
         assert to_holder.on(subject) == []
-
-
-def test_a_worker_of_an_earlier_version_hears_clients_itself() -> None:
-    to_holder = ToHolder()
-    to_holder.hear(events("old", started=("default:r1",)))
-    assert to_holder.on(NAMES.cancel("r1")) == []
-    message = Msg(None, NAMES.cancel("r1"), "", b"", None)  # type: ignore[arg-type]
-    to_holder.passing_on.to_workers(message)
-    assert [one.subject for one in to_holder.bus.take()] == [
-        NAMES.cancel("r1", model=model) for model in ("demo", "o.ther")
-    ]
 
 
 def test_a_message_without_a_model_is_not_passed_on_twice() -> None:

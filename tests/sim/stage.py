@@ -120,6 +120,11 @@ class Stage:
     def resync(self, offset: int) -> bytes | None:
         return self.peer.ask(NAMES.resync("r1", model=MODEL), b'{"offset": %d}' % offset)
 
+    def pass_resync(self, offset: int) -> bytes | None:
+        """Passes on a client's resync, as a router does."""
+        command = internal.Control(op="resync", request_id=KEY, body=b'{"offset": %d}' % offset)
+        return self.peer.ask(NAMES.worker(MODEL, "w0", "control"), command)
+
     def snapshot(self, *, wants_others: bool = False, **known_tokens: int) -> internal.SnapshotPart:
         """Returns a snapshot with the tokens of named requests of the default tenant."""
         known = {f"default:{name}": count for name, count in known_tokens.items()}

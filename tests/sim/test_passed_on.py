@@ -1,14 +1,13 @@
 """Clients' cancels and resyncs reach the worker that has the stream: through any router, or directly when none is sure
 to pass them on. Otherwise no worker hears those of other workers' streams."""
 
-import msgspec
 import pytest
 from nats.aio.msg import Msg
 
 from tests.sim.stage import NAMES
 from tests.sim.system import MODEL, RouterProcess, kill
 from tests.sim.test_handover import Strike, System, system
-from tokenbus.protocol.wire import codec, subjects
+from tokenbus.protocol.wire import subjects
 
 __all__ = ["system"]
 
@@ -163,51 +162,3 @@ def test_only_routers_that_freeze_are_noticed_within_two_checks(system: System) 
     raw.cancel()
     system.world.run(0.2)
     assert raw.answers == [b'{"cancelled":true}']
-
-
-def test_a_worker_hears_clients_while_a_router_of_an_earlier_version_guards_its_streams(system: System) -> None:
-    for router in system.routers:
-        attempts, guardianship = router.router._guardianship._attempts, router.router._guardianship
-        to_run = attempts.to_run
-        attempts.to_run = (  # type: ignore[method-assign]
-            lambda *arguments, to_run=to_run: codec.replace(to_run(*arguments), passes_on=False)  # type: ignore[misc]
-        )
-        send = guardianship._replies.send
-
-        def answer(subject: str, payload: bytes, headers: object = None, send: object = send) -> None:
-            fields = msgspec.msgpack.decode(payload)
-            fields.pop("passes_on", None)
-            send(subject, msgspec.msgpack.encode(fields))  # type: ignore[operator]
-
-        guardianship._replies.send = answer  # type: ignore[assignment]
-        router.router._intake._passing_on.to_holder = lambda *arguments: None  # type: ignore[method-assign]
-    system.ask(200)
-    assert hears_all(system)
-    raw = Raw(system)
-    system.world.run(3.0)
-    raw.cancel()
-    system.world.run(0.2)
-    assert raw.answers == [b'{"cancelled":true}']
-    system.world.run(59.0)
-    assert hears_all(system)
-    system.world.run(10.0)
-    assert not hears_all(system)
-
-
-def test_a_worker_of_an_earlier_version_is_told_nothing_and_hears_clients_itself(system: System) -> None:
-    announcer, clients = system.worker.frontend.announcer, system.worker.frontend._endpoints.clients
-    made = announcer._card
-    announcer._card = lambda config: codec.replace(made(config), takes_passed_on=False)  # type: ignore[method-assign]
-    clients.take = lambda *arguments: pytest.fail("an earlier version knows no such command")  # type: ignore[method-assign]
-    system.worker.frontend._guardians.listen = lambda wanted: clients.listen(wanted=True)
-    system.worker.process.call(announcer.publish_card)
-    system.world.run(0.5)
-    system.ask(200)
-    raw = Raw(system)
-    for model in (MODEL, None):
-        raw.resync(model)
-        system.world.run(0.3)
-    assert raw.answers == [b'{"found":true}'] * 2
-    raw.cancel(None)
-    system.world.run(0.2)
-    assert raw.answers[2:] == [b'{"cancelled":true}']

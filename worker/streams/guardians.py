@@ -107,7 +107,7 @@ class Guardians:
     def accepted(self, run: internal.Run) -> None:
         """Notes which router has placed a stream here."""
         token = token_of(run.router_id)
-        if run.passes_on and token and token not in self._num_unanswered:
+        if token and token not in self._num_unanswered:
             self._passing_on.add(token)
         self._say_if_heard()
 
@@ -186,8 +186,7 @@ class Guardians:
             except errors.RequestError as error:
                 self._log.error("unguarded_refused", error=str(error))
                 return
-            if answer.passes_on:
-                self._passing_on.add(token)
+            self._passing_on.add(token)
             self._answering.put(token, True, now)
             self._num_unanswered.pop(token, None)
             self._unheard_since.pop(token)
@@ -277,8 +276,7 @@ class Guardians:
             return
         stream.guardian = reply.router_id
         self._reach.heard(reply.router_id, lease_time())
-        if reply.passes_on:
-            self._passing_on.add(token_of(reply.router_id))
+        self._passing_on.add(token_of(reply.router_id))
         self._announcer.log.guardians[stream.stream_no] = reply.router_id
         self._announcer.publish_events()
         self._log.info(

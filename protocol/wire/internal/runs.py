@@ -113,7 +113,7 @@ class Run(public.Message, frozen=True, kw_only=True, omit_defaults=True):
     routing_options: public.RoutingOptions | None = None
     """The client's wishes for the choice of a worker, for a router that places the request again."""
     passes_on: bool = False
-    """Whether the router passes on cancels and resyncs."""
+    """Deprecated since 0.3.0: every router passes on cancels and resyncs. Still true, for workers of 0.2.0."""
 
 
 class RunReply(public.Message, frozen=True, kw_only=True, omit_defaults=True):
@@ -249,7 +249,7 @@ class GuardReply(public.Message, frozen=True, kw_only=True, omit_defaults=True):
     router_id: str
     """The router that answers."""
     passes_on: bool = False
-    """Whether it passes on cancels and resyncs."""
+    """Deprecated since 0.3.0: as in a run."""
 
 
 class GuardCheck(public.Message, frozen=True, kw_only=True, omit_defaults=True):
@@ -258,7 +258,7 @@ class GuardCheck(public.Message, frozen=True, kw_only=True, omit_defaults=True):
     request_ids: list[str]
     """The keys of the streams whose guardian it is, as far as the worker knows; none if they have all ended."""
     attempts: list[int] = []
-    """The attempt of each; empty in checks of earlier versions."""
+    """The attempt of each."""
     epoch: str = ""
     """The worker's epoch. A router that knows another one does not answer."""
     number: int = 0
@@ -273,7 +273,7 @@ class Unguarded(public.Message, frozen=True, kw_only=True, omit_defaults=True):
     request_ids: list[str]
     """The requests that it does not know; none if it guards them all."""
     passes_on: bool = False
-    """Whether it passes on cancels and resyncs."""
+    """Deprecated since 0.3.0: as in a run."""
     moved: dict[str, int] = {}
     """The requests that it has given to another worker or in another attempt, each with the attempt that it was asked
     about."""
