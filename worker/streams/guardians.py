@@ -2,9 +2,9 @@
 
 At first that is the router that placed it. Once a second each guardian is asked whether it still knows its streams, and
 twice a second if a link lies between (`router_reach.py`). A guardian that answers nothing for three seconds is frozen,
-and counts as gone although the broker holds its connection; routers of earlier versions, which answer only if they
-don't know a stream, never count as silent. A stream without a guardian is offered to the routers, one of which gets the
-offer. The router that accepts is named in the event log, and only the router that was named last acts on the stream.
+and counts as gone although the broker holds its connection. A stream without a guardian is offered to the routers, one
+of which gets the offer. The router that accepts is named in the event log, and only the router that was named last acts
+on the stream.
 
 A guardian that is out of reach together with its streams' clients is not gone: the link to both is down. It keeps its
 streams, which are held, and says whether it has given them to another worker once the link is up again."""
@@ -41,9 +41,8 @@ _UNHEARD_TTL_S = 0.5
 """Two notices that are further apart say nothing together: the router may have listened in between."""
 _MAX_UNANSWERED = 3
 """A guardian that misses this many rounds of checks in a row counts as gone."""
-_ANSWERING_TTL_S = 3_600.0
-_MAX_ANSWERING = 256
-"""The number of routers that a worker remembers as answering every check, or as not heard."""
+_MAX_UNHEARD = 256
+"""The number of routers that a worker remembers as not heard."""
 _MAX_KEY_BYTES = 3 * limits.MAX_NAME_BYTES + limits.MAX_ID_BYTES + 8
 """The most bytes that a request's key takes in a message."""
 
@@ -72,10 +71,8 @@ class Guardians:
         self._num_unanswered: Counter[str] = Counter()
         """Rounds since the last answer, by the router's subject token."""
         self._numbers = itertools.count(1)
-        self._unheard_since: TTLCache[float] = TTLCache(_UNHEARD_TTL_S, _MAX_ANSWERING)
+        self._unheard_since: TTLCache[float] = TTLCache(_UNHEARD_TTL_S, _MAX_UNHEARD)
         """When the broker first reported that a router's subject has no subscriber, by the router's subject token."""
-        self._answering: TTLCache[bool] = TTLCache(_ANSWERING_TTL_S, _MAX_ANSWERING)
-        """Routers that have answered a check about streams that they know, by subject token."""
         self._passing_on: set[str] = set()
         """Routers that pass cancels and resyncs on to this worker, and have answered the last check, by subject
         token."""
@@ -99,7 +96,7 @@ class Guardians:
         if is_round:
             self._checked_at = now
             self._passing_on.difference_update(self._num_unanswered)
-            self._lose_silent(now)
+            self._lose_silent()
         self._ask(is_round=is_round)
         self._say_if_heard()
         self._offer(now)
@@ -129,7 +126,7 @@ class Guardians:
                 guarded[stream.guardian].append(stream)
         return dict(guarded)
 
-    def _lose_silent(self, now: float) -> None:
+    def _lose_silent(self) -> None:
         """Takes their streams from guardians that have stopped answering, unless the link to them seems to be down."""
         guarded = self._guarded()
         for token in self._num_unanswered.keys() - {token_of(router_id) for router_id in guarded}:
@@ -141,8 +138,7 @@ class Guardians:
             if self._reach.is_distant(router_id) and self._reach.is_link_suspect(lease_time()):
                 continue
             del self._num_unanswered[token]
-            if self._answering.get(token, now):
-                self._lose(token, [stream for stream in streams if stream.terminal is None])
+            self._lose(token, [stream for stream in streams if stream.terminal is None])
 
     def _ask(self, *, is_round: bool) -> None:
         """Asks every guardian in a round, and between two rounds distant ones: every second time, or each time if a
@@ -187,7 +183,6 @@ class Guardians:
                 self._log.error("unguarded_refused", error=str(error))
                 return
             self._passing_on.add(token)
-            self._answering.put(token, True, now)
             self._num_unanswered.pop(token, None)
             self._unheard_since.pop(token)
             self._reach.answered(token, answer.number, answer.network, lease_time())

@@ -262,7 +262,7 @@ class GuardCheck(public.Message, frozen=True, kw_only=True, omit_defaults=True):
     epoch: str = ""
     """The worker's epoch. A router that knows another one does not answer."""
     number: int = 0
-    """The check's number, which the answer repeats; 0 in checks of earlier versions."""
+    """The check's number, which the answer repeats; 0 in those of `wire-check`, which confirm nothing."""
 
 
 class Unguarded(public.Message, frozen=True, kw_only=True, omit_defaults=True):
