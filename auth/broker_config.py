@@ -5,14 +5,6 @@ import importlib.resources
 from tokenbus.auth.seeds import Seeds
 from tokenbus.protocol.wire import subjects
 
-PASSWORDS = (
-    "TOKENBUS_CALLOUT_PASSWORD",
-    "TOKENBUS_ROUTER_PASSWORD",
-    "TOKENBUS_WORKER_PASSWORD",
-    "TOKENBUS_GATEWAY_PASSWORD",
-    "TOKENBUS_OPERATOR_PASSWORD",
-)
-"""The variables in which the broker expects the passwords of its users."""
 _TEMPLATE = "nats-keys.conf"
 
 

@@ -55,7 +55,7 @@ async def _stop(options: argparse.Namespace, client: WireClient) -> int:
             is_elsewhere = reply.error is None or reply.error.param == "request_id"
             if reply.error is not None and not is_elsewhere and reply.error.code is not errors.Code.NO_WORKER:
                 refusals.append(reply.error)
-    for refusal in refusals[:1]:  # such as that of a worker of an earlier version
+    for refusal in refusals[:1]:
         return await print_request_error(client, None, refusal)
     return print_error(f"no worker runs {options.key}: it has ended, or no worker has it yet")
 

@@ -38,8 +38,8 @@ _WIDTH = 120
 _MIB = 1 << 20
 _FIRST_LOOK_S = 0.1
 _UNSEEN = (
-    "no router answers, or they are of an earlier version, or this user may not publish to `fleet` of this tenant: "
-    "pass the tenant that it may, such as --tenant operator"
+    "no router answers, or this user may not publish to `fleet` of this tenant: pass the tenant that it may, such as "
+    "--tenant operator"
 )
 _LATE_S = 15.0
 """Usage that is not saved for this long is shown: routers save it every few seconds."""

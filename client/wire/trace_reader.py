@@ -53,7 +53,7 @@ class TraceReader:
         self._asked = asked
         self._heard = asyncio.Event()
         self._answers: dict[str, messages.TraceReply] = {}
-        self._problem = "no router answers, or they are of an earlier version"
+        self._problem = "no router answers"
 
     def __repr__(self) -> str:
         return f"<TraceReader of {self._asked.id}, {len(self._answers)} answers>"

@@ -82,10 +82,6 @@ class Counts(msgspec.Struct, kw_only=True, omit_defaults=True):
         }
 
     @property
-    def is_zero(self) -> bool:
-        return self == Counts()
-
-    @property
     def total_tokens(self) -> int:
         return self.prompt_tokens + self.completion_tokens
 

@@ -58,13 +58,8 @@ def root_hash(domain: PrefixDomain) -> int:
     return xxhash.xxh3_64_intdigest("\0".join(parts).encode())
 
 
-def block_hashes(token_ids: Sequence[int], block_size: int, parent: int) -> list[int]:
-    """Returns the hashes of all full blocks of `token_ids` (each below 2**32); `parent` comes before the first."""
-    return block_hashes_of_bytes(pack_token_ids(token_ids), block_size, parent)
-
-
 def block_hashes_of_bytes(data: bytes, block_size: int, parent: int) -> list[int]:
-    """`block_hashes` for token ids that are already packed."""
+    """Returns the hashes of all full blocks of packed token ids; `parent` comes before the first."""
     assert block_size > 0, block_size
     width = TOKEN_BYTES * block_size
     digest, pack = xxhash.xxh3_64_intdigest, _PARENT.pack

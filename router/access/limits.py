@@ -25,7 +25,6 @@ _MAX_SHOWN = 16
 """Limits that operators are shown."""
 
 REQUESTS, TOKENS, TOKENS_A_DAY, CONCURRENCY = "requests", "tokens", "tokens_per_day", "concurrency"
-UNITS = (REQUESTS, TOKENS, TOKENS_A_DAY, CONCURRENCY)
 _SHOWN = {REQUESTS: "requests per minute", TOKENS: "tokens per minute", TOKENS_A_DAY: "tokens per day"}
 
 

@@ -1,6 +1,7 @@
 """Rules of the contract about cached prefixes: who shares them, what they save, and what routers are told."""
 
 from tests.contracts.driving import prompt, request, run, settled, start
+from tests.support.block_hashes import block_hashes
 from tests.support.engines import Recorder
 from tokenbus.protocol.wire import block_hash, codec, messages
 from tokenbus.worker.contract import contract, engine_request
@@ -27,7 +28,7 @@ class Held:
 
     def has(self, token_ids: list[int]) -> list[bool]:
         """Whether each full block of a prompt of the domain is held."""
-        return [name in self.parents for name in block_hash.block_hashes(token_ids, self._block_size, self._root)]
+        return [name in self.parents for name in block_hashes(token_ids, self._block_size, self._root)]
 
     def _take(self, removed: list[int], stored: list[tuple[int, int]]) -> None:
         for name in removed:

@@ -14,6 +14,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from tests.support.key_broker import PASSWORDS
 from tokenbus.auth import broker_config, seeds
 from tokenbus.cli import main
 from tokenbus.cli.console import catalog, config, nats_server
@@ -253,7 +254,7 @@ def test_the_commands_of_the_compose_files_are_ones_that_processes_take() -> Non
 
 def test_containers_of_a_fleet_with_keys_have_the_users_and_passwords_of_their_broker() -> None:
     services = yaml.safe_load((DEPLOY / "compose.auth.yaml").read_text())["services"]
-    assert set(services["nats"]["environment"]) == set(broker_config.PASSWORDS)
+    assert set(services["nats"]["environment"]) == set(PASSWORDS)
     auth = main.parse(["auth", *services["auth"]["command"].split()[1:], "--nats-user", "auth"])
     assert (auth.nats, auth.seeds) == ("nats://nats:4222", "/callout.seeds")
     for name, allowed in (("router", "_INBOX_router"), ("worker", "_INBOX_worker"), ("gateway", "_INBOX_gateway")):
@@ -283,7 +284,7 @@ def test_a_broker_with_keys_takes_the_command_of_its_container_and_keeps_its_fil
     in_kubernetes = ["--config", "/callout.conf", *(value for path, value in added if path == "command/-")]
     for command in (compose["command"], in_kubernetes):
         words = [nats_server.find_binary(), "-t", *(str(written) if one == "/callout.conf" else one for one in command)]
-        variables = dict.fromkeys(broker_config.PASSWORDS, "p1")
+        variables = dict.fromkeys(PASSWORDS, "p1")
         done = subprocess.run(words, env=variables, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
 

@@ -2,6 +2,7 @@
 
 from array import array
 
+from tests.support.block_hashes import block_hashes
 from tokenbus.protocol.wire import block_hash
 from tokenbus.worker.engine.kv.allocation import Allocation
 from tokenbus.worker.engine.kv.ops import KvOp
@@ -24,7 +25,7 @@ def root_of(domain: Domain = ACME) -> int:
 
 def hashes(text: str, domain: Domain = ACME) -> list[int]:
     """The hashes of the blocks of a text."""
-    return block_hash.block_hashes(ids(text), SIZE, root_of(domain))
+    return block_hashes(ids(text), SIZE, root_of(domain))
 
 
 class Cache:

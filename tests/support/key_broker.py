@@ -25,6 +25,8 @@ from tokenbus.protocol.bus import connection
 from tokenbus.protocol.bus.settings import BusSettings, Credentials
 
 PASSWORD = "password-of-processes"
+PASSWORDS = tuple(f"TOKENBUS_{user}_PASSWORD" for user in ("CALLOUT", "ROUTER", "WORKER", "GATEWAY", "OPERATOR"))
+"""The variables in which a broker expects the passwords of its users."""
 
 
 class KeyBroker:
@@ -143,7 +145,7 @@ async def _said(reader: asyncio.StreamReader) -> bytes:
 @contextlib.contextmanager
 def _passwords() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        for variable in broker_config.PASSWORDS:
+        for variable in PASSWORDS:
             patch.setenv(variable, PASSWORD)
         yield
 

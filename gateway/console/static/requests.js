@@ -114,7 +114,7 @@ let recents = []; // as they were answered last
 function tellMissing() {
   const missing = picture.routers.map((router) => router.router_id).filter((id) => !answered.includes(id));
   const text = answered.length && missing.length
-    ? `${missing.join(", ")} did not answer, so requests of that router are missing: it may be of an earlier version.` : "";
+    ? `${missing.join(", ")} did not answer, so requests of that router are missing.` : "";
   setText($("requests-note"), [$("requests-note").dataset.more || "", text].filter(Boolean).join(" "));
 }
 

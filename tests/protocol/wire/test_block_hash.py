@@ -11,11 +11,11 @@ import xxhash
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from tests.support.block_hashes import block_hashes
 from tokenbus.protocol.wire import limits
 from tokenbus.protocol.wire.block_hash import (
     Adapter,
     PrefixDomain,
-    block_hashes,
     pack_token_ids,
     root_hash,
     unpack_token_ids,

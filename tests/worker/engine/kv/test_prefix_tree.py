@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.block_hashes import block_hashes
 from tokenbus.protocol.wire import block_hash
 from tokenbus.worker.engine.kv.prefix_tree import Block, Domain, PrefixTree, num_common_tokens
 
@@ -84,7 +85,7 @@ def test_a_block_has_the_chained_hash_and_a_partial_block_has_none() -> None:
     domain = Domain("acme", "salt", (block_hash.Adapter("lora", 0.5),))
     one, two, tail = chain(tree(), "abcd", "efgh", "ij", domain=domain)
     root = block_hash.root_hash(block_hash.PrefixDomain("f", domain.adapters, "acme", "salt"))
-    assert [one.hash, two.hash] == block_hash.block_hashes([ord(letter) for letter in "abcdefgh"], SIZE, root)
+    assert [one.hash, two.hash] == block_hashes([ord(letter) for letter in "abcdefgh"], SIZE, root)
     assert tail.hash == 0
 
 

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.arithmetic import END_TOKEN, ArithmeticRunner, exchanging, make_config
+from tests.support.block_hashes import block_hashes
 from tokenbus.protocol.wire import block_hash
 from tokenbus.worker.contract import engine_request
 from tokenbus.worker.contract.engine_errors import DeviceError, InsufficientMemoryError
@@ -332,7 +333,7 @@ def test_blocks_are_reported_with_the_step_that_stored_them_and_the_command_that
     story = run(shared_add(1, num_prompt=32, max_tokens=2), then=clear_at_the_end)
     root = block_hash.root_hash(block_hash.PrefixDomain("0" * 16, (), "acme", ""))
     prompt = block_hash.unpack_token_ids(shared_add(1, num_prompt=32).token_ids)
-    one, two = block_hash.block_hashes(prompt, 16, root)
+    one, two = block_hashes(prompt, 16, root)
     assert [report.stored for report in story.reports] == [[], [(root, one), (one, two)], [], []]
     assert [sorted(report.removed) for report in story.reports] == [[], [], [], sorted([one, two])]
     assert [report.load.cached_blocks for report in story.reports] == [0, 0, 3, 0]

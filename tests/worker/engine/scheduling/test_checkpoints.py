@@ -5,6 +5,7 @@ from array import array
 import pytest
 
 from tests.support.arithmetic import make_config
+from tests.support.block_hashes import block_hashes
 from tests.support.stateful import STATE_BYTES, TOKEN_BYTES, StatefulRunner
 from tokenbus.protocol.wire import block_hash
 from tokenbus.worker.contract import engine_request
@@ -243,7 +244,7 @@ def test_routers_are_told_of_the_blocks_that_end_at_a_checkpoint() -> None:
     engine = Engine()
     engine.ask(tokens(30))
     root = block_hash.root_hash(block_hash.PrefixDomain("", (), "acme", ""))
-    hashes = block_hash.block_hashes(tokens(30), BLOCK, root)
+    hashes = block_hashes(tokens(30), BLOCK, root)
     removed, stored = engine.pool.prefixes.take_events()
     assert (removed, stored) == ([], [(hashes[3], hashes[4])])
     engine.pool.clear()
