@@ -7,6 +7,8 @@ Versions and measurements: docs/decisions/0004-nats-connection.md. handshake.py 
 - nats-py's inboxes can be guessed from earlier ones: here they are random, so that only the recipient can answer.
 - nats-py's `publish` is a coroutine: here it is a plain call, and one turn of the event loop is one write.
 - nats-py has no way to cut a connection at once: here `abort` does, and `may_write` is called before every write.
+- nats-py writes at once after its process has stood still. If the broker has closed the connection by then, that makes
+  the kernel discard what is unread: here everything is read first.
 - nats-py may retry the server that it has just lost, and never forgets one that has left the cluster.
 - nats-py stays with a server in lame duck mode until that server cuts the connection, and loses what is in flight then:
   here the client moves to another server, and loses nothing that it has published.
@@ -16,8 +18,10 @@ import asyncio
 import contextlib
 import random
 import secrets
+import select
 import socket
 import struct
+import sys
 import time
 from collections.abc import Callable
 from typing import Any, cast
@@ -30,6 +34,10 @@ from tokenbus.protocol import tasks
 from tokenbus.protocol.bus import bus, handshake
 from tokenbus.protocol.bus.settings import BusSettings
 
+if sys.platform == "linux":
+    import fcntl
+    import termios
+
 _PING = b"PING\r\n"
 _NO_LINGER = struct.pack("ii", 1, 0)
 """Makes closing a socket discard its unsent data."""
@@ -38,6 +46,15 @@ MAX_MOVE_DELAY_S = 1.0
 clients ten seconds, unless configured otherwise."""
 _MOVE_TIMEOUT_S = 0.5
 """Time for the old server's last answer: less than a frontend's fence allows."""
+_STANDSTILL_S = 1.0
+"""If nothing was received for this long, this process may have stood still."""
+_MUCH_BYTES = 32_768
+"""The buffers of two kernels hold more, and whatever they can't hold keeps the end of the connection back."""
+_UNREAD = struct.Struct("i")
+_MORE_S = 0.05
+"""Time in which the kernel of the broker's machine sends what did not fit in the buffer of this one."""
+_CATCH_UP_S = 2.0
+"""Time for reading all of that. It was sent before the broker gave the connection up, so it is not much."""
 OPTIONS: dict[str, Any] = {
     "max_reconnect_attempts": -1,
     "reconnect_time_wait": 0.2,
@@ -75,6 +92,8 @@ class HardenedClient(handshake.HandshakeClient):
         self._nuid = _RandomNuid()  # type: ignore[assignment]
         self.may_write: Callable[[], bool] = lambda: True
         self.last_received_at = time.monotonic()
+        self._may_be_behind = False
+        """Whether something may be unread that came while this process stood still."""
         self.confirmed_at = bus.lease_time()
         self.num_writes = 0
         self.callbacks: dict[int, bus.Callback] = {}
@@ -178,7 +197,7 @@ class HardenedClient(handshake.HandshakeClient):
         await self._flush_pending()
 
     async def _process_pong(self) -> None:
-        self.last_received_at = time.monotonic()
+        self._received()
         # nats-py would set a result on a future that is done (one of ours, or a cancelled flush's) and stop reading.
         if self._pongs and self._pongs[0].done():
             answered = self._pongs.pop(0)
@@ -190,7 +209,7 @@ class HardenedClient(handshake.HandshakeClient):
 
     async def _process_msg(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes) -> None:
         """Drops a message whose subject or headers can't be decoded: it would end nats-py's read loop."""
-        self.last_received_at = time.monotonic()
+        self._received()
         try:
             callback = self.callbacks.get(sid)
             if callback is None:
@@ -201,13 +220,40 @@ class HardenedClient(handshake.HandshakeClient):
         except (ValueError, LookupError) as error:
             await self._error_cb(error)
 
+    def _received(self) -> None:
+        now = time.monotonic()
+        self._may_be_behind |= now - self.last_received_at >= _STANDSTILL_S
+        self.last_received_at = now
+
+    async def _catch_up(self) -> None:
+        """Reads what has arrived while this process stood still, such as requests that nobody else has.
+
+        After it comes the end of the connection, if the broker has given that up, and with it this ends."""
+        self._may_be_behind = False
+        until = time.monotonic() + _CATCH_UP_S
+        while self._is_behind() and time.monotonic() < until:  # noqa: ASYNC110 (nothing tells when a buffer is empty)
+            await asyncio.sleep(_MORE_S)
+
+    def _is_behind(self) -> bool:
+        """Whether the broker has closed the connection, or so much is unread that it could not yet say so."""
+        writer = self._transport._io_writer if isinstance(self._transport, TcpTransport) else None
+        if writer is None or sys.platform != "linux":
+            return False
+        connected = writer.get_extra_info("socket")
+        poll = select.poll()
+        poll.register(connected, select.POLLRDHUP)
+        size = fcntl.ioctl(connected, termios.FIONREAD, bytes(_UNREAD.size))
+        return bool(poll.poll(0)) or _UNREAD.unpack(size)[0] >= _MUCH_BYTES
+
     async def _flusher(self) -> None:
-        """Does what nats-py's does, but calls `may_write` first."""
+        """Does what nats-py's does, but first reads what has long been unread, and calls `may_write`."""
         queue = self._flush_queue
         assert queue is not None
         while self.is_connected:
             done: asyncio.Future[Any] = await queue.get()
             try:
+                if self._may_be_behind or time.monotonic() - self.last_received_at >= _STANDSTILL_S:
+                    await self._catch_up()
                 if self._pending_data_size > 0 and not self.may_write():
                     self.abort()
                     return

@@ -1,10 +1,14 @@
 """A connection survives what happens to its broker, and ends when it is told to. Every test has a real nats-server."""
 
 import asyncio
+import contextlib
+import socket
+import threading
 from urllib.parse import urlsplit
 
 import pytest
 import structlog
+from nats.aio.msg import Msg
 
 from tests.protocol.bus.harness import PATIENCE_S, SUBJECT, Connect, Inbox, Server, back, outage, works
 from tokenbus.protocol.bus.bus import (
@@ -12,6 +16,59 @@ from tokenbus.protocol.bus.bus import (
 )
 from tokenbus.protocol.bus.connection import BusSettings, connect
 from tokenbus.protocol.bus.handshake import HandshakeClient
+
+# This process stands still
+
+
+class DepartingBroker(threading.Thread):
+    """Sends many messages to its only subscriber when that publishes something, and then closes the connection."""
+
+    def __init__(self, messages: int) -> None:
+        super().__init__(daemon=True)
+        self._messages = messages
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self._listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+        self.url = f"nats://127.0.0.1:{self._listening.getsockname()[1]}"
+
+    def run(self) -> None:
+        with self._listening, self._listening.accept()[0] as connected, connected.makefile("rb") as lines:
+            connected.sendall(b'INFO {"server_id":"x","version":"2.11.0","max_payload":1048576,"headers":true}\r\n')
+            for line in lines:
+                if line.startswith(b"PING"):
+                    connected.sendall(b"PONG\r\n")
+                if line.startswith(b"PUB"):
+                    lines.readline()
+                    break
+            connected.sendall(b"MSG %s 1 1024\r\n%s\r\n" % (SUBJECT.encode(), b"x" * 1_024) * self._messages)
+
+
+async def test_what_has_arrived_meanwhile_is_read_although_the_broker_has_gone_and_nothing_can_be_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("tokenbus.protocol.bus.nats_client._STANDSTILL_S", 0.0)
+    broker = DepartingBroker(400)
+    broker.start()
+    connection = await connect(BusSettings(url=broker.url), "test")
+    inbox = Inbox()
+
+    def answer(message: Msg) -> None:
+        inbox(message)
+        with contextlib.suppress(OutboundBufferLimitError):
+            connection.publish("answers", b"x")
+
+    await connection.subscribe(SUBJECT, answer)
+    await connection.flush()
+    connection.publish("begin", b"")
+    while connection.num_writes < 2:
+        await asyncio.sleep(0)
+    broker.join()  # in which the event loop stands still
+    connection.publish("answers", b"x")
+    await inbox.until(400)
+    async with asyncio.timeout(PATIENCE_S):
+        while connection.is_connected:
+            await asyncio.sleep(0)
+    await connection.close()
+
 
 # The broker goes away
 
