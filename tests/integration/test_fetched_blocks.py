@@ -141,7 +141,7 @@ async def test_a_stream_that_is_cancelled_while_its_blocks_come_has_one_terminal
     engine = system.engine_pid("a")
     os.kill(engine, signal.SIGSTOP)
     streamed = await sender.run("b", token_ids, fetch_from=sender.source("a"))
-    await sender.cancel("r-1")
+    await sender.cancel("b", "r-1")
     assert (await streamed.terminal()).finish_reason == "cancelled"
     os.kill(engine, signal.SIGCONT)
     after = await sender.ask("b", prompt(7, 100))

@@ -72,7 +72,7 @@ async def test_a_prompt_is_computed_by_the_other_worker_and_its_answer_is_the_sa
 async def test_a_cancel_ends_the_remote_prefill_too(system: System, sender: RunSender) -> None:
     streamed = await sender.run("d", prompt(2, 8_000), fetch_from=remote_prefill(sender))
     await sender.until_remote_prefill(1)
-    await sender.cancel("r-0")
+    await sender.cancel("d", "r-0")
     assert (await streamed.terminal()).finish_reason == "cancelled"
     await system.until_logged("p", "remote_prefill_ended")
     (ended,) = [line for line in system.log("p") if line["event"] == "remote_prefill_ended"]

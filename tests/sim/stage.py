@@ -117,10 +117,11 @@ class Stage:
         answer = self.peer.ask(NAMES.worker(MODEL, "w0", "take"), take)
         return None if answer is None else codec.Decoder(internal.TakeReply).decode(answer)
 
-    def resync(self, offset: int) -> bytes | None:
-        return self.peer.ask(NAMES.resync("r1", model=MODEL), b'{"offset": %d}' % offset)
+    def client_resync(self) -> bytes | None:
+        """Sends a resync as a client does, which a worker hears only if no router is sure to pass it on."""
+        return self.peer.ask(NAMES.resync("r1", model=MODEL), b'{"offset": 0}')
 
-    def pass_resync(self, offset: int) -> bytes | None:
+    def resync(self, offset: int) -> bytes | None:
         """Passes on a client's resync, as a router does."""
         command = internal.Control(op="resync", request_id=KEY, body=b'{"offset": %d}' % offset)
         return self.peer.ask(NAMES.worker(MODEL, "w0", "control"), command)

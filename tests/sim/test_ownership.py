@@ -435,7 +435,7 @@ def test_a_router_sends_a_keepalive_for_a_request_within_a_second(stage: Stage) 
     stage.world.run(1.05)
     (empty,) = stage.peer.chunks
     assert (empty.text, empty.tokens, empty.worker_id, empty.finish_reason, empty.attempt) == ("", 0, None, None, 0)
-    assert stage.resync(0) == b'{"found":true}'
+    assert stage.client_resync() == b'{"found":true}'
 
 
 def test_while_a_worker_may_have_a_request_its_router_answers_for_it_but_sends_no_keepalive(stage: Stage) -> None:
@@ -444,14 +444,14 @@ def test_while_a_worker_may_have_a_request_its_router_answers_for_it_but_sends_n
     stage.frontend.process.is_paused = True
     stage.peer.publish(NAMES.generate(MODEL), b'{"id": "r1", "token_ids": [1, 2, 3]}', stage.peer.inbox)
     stage.world.run(1.4)
-    assert stage.resync(0) == b'{"found":true}'
+    assert stage.client_resync() == b'{"found":true}'
     assert stage.peer.chunks == []
     stage.peer.publish(NAMES.cancel("r1", model=MODEL), b"")
     stage.world.run(4.0)
     assert [chunk.finish_reason for chunk in stage.peer.chunks][-1] == "cancelled"
     assert sum(chunk.finish_reason is not None for chunk in stage.peer.chunks) == 1
     stage.peer.chunks.clear()
-    assert stage.resync(0) == b'{"found":true}'
+    assert stage.client_resync() == b'{"found":true}'
     stage.world.run(0.1)
     assert [chunk.finish_reason for chunk in stage.peer.chunks] == ["cancelled"]
     assert len(router.router.flights) == 0

@@ -154,7 +154,7 @@ async def test_a_stream_that_is_cancelled_has_one_terminal(fleet: Fleet, monkeyp
     await fleet.sender.ask("a", prompt(2))
     fleet.a.stand_still(monkeypatch)
     streamed = await fleet.fetching(prompt(2))
-    await fleet.sender.nats.request("tokenbus.v1.cancel.default.r-1.demo", b"{}", timeout=60)
+    await fleet.sender.cancel("b", "r-1")
     assert (await streamed.terminal()).finish_reason == "cancelled"
     await fleet.settled()
     assert len(streamed.terminals) == 1

@@ -77,7 +77,7 @@ def test_a_stream_that_is_taken_ends_without_a_word_behind_all_its_tokens(stage:
     assert stage.snapshot().running == []
     assert stage.frontend.engine is not None
     assert stage.frontend.engine.load().running == 0
-    assert stage.pass_resync(0) is None
+    assert stage.resync(0) is None
 
 
 def test_the_reply_comes_behind_the_stream_s_last_entry_and_the_one_that_says_taken(stage: Leaving) -> None:
@@ -164,7 +164,7 @@ def test_a_stream_that_has_ended_is_not_given_up(stage: Leaving) -> None:
     stage.start_leaving()
     stage.world.run(1.0)
     assert stage.take() == internal.TakeReply(ok=False, epoch=stage.epoch)
-    assert stage.pass_resync(0)
+    assert stage.resync(0)
 
 
 def test_a_stream_without_a_guardian_is_given_up_to_whoever_asks_first(stage: Leaving) -> None:
