@@ -49,7 +49,7 @@ Started = tuple[EngineClient, contract.EngineConfig]
 
 
 WHOLLY = ("arithmetic", "gguf", "onnx-gqa")
-"""The engines of which `make test` tries every rule. It tries a third of the rules of each of the others, and every one
+"""The engines of which `make test` tries every rule. It tries a fifth of the rules of each of the others, and every one
 that depends most on how an engine keeps what it has computed; `make test-long` tries the rest."""
 OF_THE_CACHE = (
     stream_rules.keeps_eight_interleaved_streams_apart,
@@ -65,7 +65,7 @@ def pairs() -> Iterator[ParameterSet]:
     """Yields each engine with each rule."""
     for at, name in enumerate(FACTORIES):
         for number, rule in enumerate(OTHER_RULES):
-            is_quick = name in WHOLLY or rule in OF_THE_CACHE or number % 3 == at % 3
+            is_quick = name in WHOLLY or rule in OF_THE_CACHE or number % 5 == at % 5
             marks = () if is_quick else (pytest.mark.long,)
             yield pytest.param(name, rule, id=f"{name}-{rule.__name__}", marks=marks)
 

@@ -2,11 +2,14 @@
 
 import asyncio
 
+import pytest
+
 from tests.support.exact_client import ask, until_idle, until_ready
 from tests.support.system import System
 from tokenbus.client.wire.wire_client import WireClient
 
 
+@pytest.mark.long
 async def test_a_broker_that_stands_still_for_three_seconds_ends_no_stream_of_the_library(system: System) -> None:
     system.router("router")
     system.worker("worker-a")

@@ -85,6 +85,7 @@ async def freeze_under_load(system: System, victim: str) -> None:
                 one.check(undisturbed)
 
 
+@pytest.mark.long
 async def test_a_process_that_stands_still_ends_no_stream_of_the_library(
     systems: dict[str, System],
 ) -> None:

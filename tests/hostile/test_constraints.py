@@ -58,6 +58,7 @@ async def refused(client: WireClient, body: dict[str, object]) -> str:
         return f"{error.error.code} {error.error.param}"
 
 
+@pytest.mark.long
 async def test_hostile_tenants_get_refusals_or_answers_and_delay_another_ones_small_regex_by_a_moment(
     served: System,
 ) -> None:

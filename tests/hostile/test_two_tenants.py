@@ -207,6 +207,7 @@ ATTACKS: tuple[Callable[[Attacker], Awaitable[None]], ...] = (
 )
 
 
+@pytest.mark.long
 async def test_no_attack_of_one_tenant_changes_a_byte_of_another_ones_answers(fleet: System) -> None:
     victim = Victim(await fleet.connect())
     attacker = Attacker(await fleet.connect(), fleet)

@@ -172,6 +172,7 @@ async def test_a_client_hears_how_far_the_load_is_and_its_timeout_ends_the_wait(
     assert not long.terminals
 
 
+@pytest.mark.long
 async def test_a_busy_model_finishes_its_requests_before_it_makes_room(system: System) -> None:
     system.router("router")
     sim_worker(system, "busy", "other", room=1)

@@ -96,6 +96,7 @@ async def rule_breaker_url(tmp_path: Path) -> AsyncIterator[str]:
     server.stop()
 
 
+@pytest.mark.long
 async def test_a_system_that_breaks_every_rule_is_caught_at_each(rule_breaker_url: str) -> None:
     done = await asyncio.to_thread(wire_check, rule_breaker_url, "--json", model=MODEL)
     seen = verdicts(done)
