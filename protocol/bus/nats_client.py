@@ -53,7 +53,7 @@ _MUCH_BYTES = 32_768
 _UNREAD = struct.Struct("i")
 _MORE_S = 0.05
 """Time in which the kernel of the broker's machine sends what did not fit in the buffer of this one."""
-_CATCH_UP_S = 2.0
+_CATCH_UP_S = 1.0
 """Time for reading all of that. It was sent before the broker gave the connection up, so it is not much."""
 OPTIONS: dict[str, Any] = {
     "max_reconnect_attempts": -1,
