@@ -1,10 +1,9 @@
 """A chat template may want all the time and memory there is: it gets little, and nobody else notices."""
 
-import contextlib
 import itertools
 import os
 import signal
-import threading
+import subprocess
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +12,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from tests.support import renderer_processes
+from tokenbus.protocol.prompt import rendering
 from tokenbus.protocol.prompt.rendering import Renderer, RendererSetup
 from tokenbus.protocol.wire import errors, limits, messages
 
@@ -141,22 +141,19 @@ def test_when_its_process_is_frozen_the_conversation_gets_another(
 def test_a_conversation_whose_processes_all_freeze_ends_in_an_error_and_the_next_is_rendered(
     renderers: list[Renderer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before, of, frozen, over = renderer_processes.renderers(), make(renderers, PLAIN), set[int](), threading.Event()
+    of, frozen, start = make(renderers, PLAIN), set[int](), rendering._start_process
     only_frozen_ones_stall(monkeypatch, frozen)
 
-    def freeze_all() -> None:
-        while not over.is_set():
-            for pid in renderer_processes.renderers() - before - frozen:
-                frozen.add(pid)
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGSTOP)
+    def start_frozen(fd: int) -> "subprocess.Popen[bytes]":
+        process = start(fd)
+        renderer_processes.freeze(process.pid)
+        frozen.add(process.pid)
+        return process
 
-    freezer = threading.Thread(target=freeze_all)
-    freezer.start()
-    with pytest.raises(errors.RequestError, match="got no CPU time") as caught:
-        of.render(said("a" * 900_000), None)
-    over.set()
-    freezer.join()
+    with monkeypatch.context() as patched:
+        patched.setattr(rendering, "_start_process", start_frozen)
+        with pytest.raises(errors.RequestError, match="got no CPU time") as caught:
+            of.render(said("a" * 900_000), None)
     assert caught.value.error.code is errors.Code.INTERNAL
     assert caught.value.error.retryable
     assert of.render(said("hello"), None) == ["user: hello", 2]
