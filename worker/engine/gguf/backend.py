@@ -83,6 +83,12 @@ def on_abort(listener: Callable[[str], None]) -> None:
     _abort_listeners.append(listener)
 
 
+def forget_errors() -> None:
+    """Forgets earlier errors, so that what is about to be tried is not explained by them."""
+    with _lock:
+        _last_errors.clear()
+
+
 def last_error() -> str:
     """Returns the first of llama.cpp's recent errors, which is the cause of the later ones, and forgets them all."""
     with _lock:

@@ -116,7 +116,6 @@ def _keeps_windows(model: llama.llama_model_p) -> bool:
     params.n_ctx = params.n_batch = params.n_ubatch = CELLS
     context: llama.llama_context_p | None = llama.llama_init_from_model(model, params)
     if context is None:
-        backend.last_error()  # creating the real one reports its own errors
         return True
     whole, partial = (
         llama.llama_state_seq_get_size_ext(context, 0, flags) for flags in (0, llama.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY)
@@ -149,6 +148,7 @@ def create(model: llama.llama_model_p, settings: EngineSettings, *, partial_stat
     params.n_outputs_max = max_rows(settings)
     params.kv_unified = True  # decision 0020
     params.swa_full = False  # no lane goes back to an earlier window
+    backend.forget_errors()
     context: llama.llama_context_p | None = llama.llama_init_from_model(model, params)
     if context is None:
         reason = backend.last_error()

@@ -217,6 +217,7 @@ def _load(
 
     # ctypes keeps `report` alive through params, which outlives the call.
     params.progress_callback = llama.llama_progress_callback(report)
+    backend.forget_errors()
     model: llama.llama_model_p | None = llama.llama_model_load_from_file(str(path).encode(), params)
     if model is None:
         raise ModelError(f"{path}: {_load_error(backend.last_error())}")
