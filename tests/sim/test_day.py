@@ -3,13 +3,11 @@
 import collections
 import functools
 import gc
-import logging
 import random
 import sys
 from collections.abc import Iterator
 
 import pytest
-import structlog
 
 from tests.sim.clients import ClientProcess, SimpleClient
 from tests.sim.network import Broker
@@ -25,15 +23,6 @@ _TURNS = 24
 _NOISE_BYTES = 16_384
 """Sizes of tables go up and down by so much. After the first hours there are 1,700 requests, and if each left only a
 number behind, that would be 54,000 bytes."""
-
-
-@pytest.fixture(autouse=True)
-def silent() -> Iterator[None]:
-    """Without log lines, which pytest would keep."""
-    before = structlog.get_config()
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
-    yield
-    structlog.configure(**before)
 
 
 @pytest.fixture
