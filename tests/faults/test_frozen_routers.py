@@ -57,6 +57,17 @@ async def until_replaced(system: System, router: str, answers: Iterable[Answer])
             await asyncio.sleep(0.05)
 
 
+async def guarded_by(system: System, router: str, bare: RawClient) -> dict[str, Answer]:
+    """Asks for eight streams and more, until this router guards one of them: the broker draws lots for each."""
+    answers: dict[str, Answer] = {}
+    while len(answers) < 8 or not any(placed_by(system, router, name) for name in answers):
+        assert len(answers) < 64, f"{router} was never drawn"
+        name = f"r{len(answers)}"
+        answers[name] = await bare.generate(STORY | {"max_tokens": LONG, "id": name})
+        await answers[name].until(2)
+    return answers
+
+
 def placed_by(system: System, router: str, request_id: str) -> bool:
     return any(line.get("request_id") == f"default:{request_id}" for line in system.log(router))
 
@@ -78,10 +89,7 @@ async def test_requests_after_three_seconds_are_answered_and_streams_are_not_dis
 @pytest.mark.long
 async def test_a_frozen_guardian_is_replaced_so_that_its_streams_outlive_their_worker(system: System) -> None:
     bare = await system.connect()
-    answers = {f"r{n}": await bare.generate(STORY | {"max_tokens": LONG, "id": f"r{n}"}) for n in range(8)}
-    for answer in answers.values():
-        await answer.until(2)
-    assert any(placed_by(system, "router-a", name) for name in answers)
+    answers = await guarded_by(system, "router-a", bare)
     system.signal("router-a", signal.SIGSTOP)
     await asyncio.sleep(DROPPED_S + 2)  # workers ask once a second, and offer what has no guardian
     system.kill("worker-a")
@@ -102,11 +110,7 @@ async def test_workers_replace_a_frozen_guardian_whose_connection_the_broker_kee
     config.write_text('ping_interval: "2m"\n')
     async with started(tmp_path, config) as system:
         bare = await system.connect()
-        answers = {f"r{n}": await bare.generate(STORY | {"max_tokens": LONG, "id": f"r{n}"}) for n in range(8)}
-        for answer in answers.values():
-            await answer.until(2)
-        guarded = [name for name in answers if placed_by(system, "router-a", name)]
-        assert guarded
+        answers = await guarded_by(system, "router-a", bare)
         await asyncio.sleep(1.5)  # each guardian has answered once
         system.signal("router-a", signal.SIGSTOP)
         await until_replaced(system, "router-a", answers.values())
