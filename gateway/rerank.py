@@ -5,7 +5,6 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -43,15 +42,6 @@ class RerankBody(msgspec.Struct, frozen=True, kw_only=True):
     """TEI's: whether results have the text. false if absent."""
     timeout_ms: float | None = None
     """Ours; has the same meaning as on the wire."""
-    # Refused unless the value changes nothing: the endpoint says which.
-    instruct: Any = None
-    mm_processor_kwargs: Any = None
-    padding: Any = None
-    rank_fields: Any = None
-    return_embeddings: Any = None
-    top_k: Any = None
-    truncate_prompt_tokens: Any = None
-    use_activation: Any = None
 
 
 class CohereRerankResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,21 +81,6 @@ class ScoreBody(msgspec.Struct, frozen=True, kw_only=True):
     text_2: str | list[str] | None = None
     timeout_ms: float | None = None
     """Ours; has the same meaning as on the wire."""
-    # Refused unless the value changes nothing: the endpoint says which.
-    apply_softmax: Any = None
-    data_1: Any = None
-    data_2: Any = None
-    documents: Any = None
-    item_first: Any = None
-    items: Any = None
-    label_token_ids: Any = None
-    mm_processor_kwargs: Any = None
-    padding: Any = None
-    queries: Any = None
-    query: Any = None
-    return_pooled_hidden_states: Any = None
-    truncate_prompt_tokens: Any = None
-    use_activation: Any = None
 
 
 class Score(msgspec.Struct, frozen=True, kw_only=True):

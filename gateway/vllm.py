@@ -39,11 +39,6 @@ class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
     """llama-server's: each token is an object with its `id` and its `piece`."""
     continue_final_message: bool | None = None
     """Whether a conversation ends in the middle of its last message, an assistant's."""
-    # Refused unless the value changes nothing: the endpoint says which.
-    chat_template: Any = None
-    parse_special: Any = None
-    mm_processor_kwargs: Any = None
-    media_io_kwargs: Any = None
 
 
 class PieceOfPrompt(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,8 +84,6 @@ class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
 
     model: str | None = None
     tokens: list[int] | None = None
-    skip_special_tokens: Any = None
-    """Refused unless true."""
 
 
 class DetokenizeResponse(msgspec.Struct, frozen=True, kw_only=True):

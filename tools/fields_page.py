@@ -45,9 +45,10 @@ def is_reached(path: str, name: str) -> bool:
 
 
 def fields_of(path: str) -> set[str]:
-    """Returns the fields that an endpoint reads, or knows to be ignored."""
+    """Returns the fields that an endpoint reads, or knows to be unserved or ignored."""
     endpoint = ENDPOINTS[path]
-    return {name for name in (*_read(endpoint.body), *endpoint.ignored) if is_reached(path, name)}
+    names = (*_read(endpoint.body), *endpoint.unserved, *endpoint.ignored)
+    return {name for name in names if is_reached(path, name)}
 
 
 def _read(body: type[msgspec.Struct], place: str = "", *, in_list: bool = False) -> Iterator[str]:

@@ -107,8 +107,6 @@ class MessagesRequest(msgspec.Struct, frozen=True, kw_only=True):
     priority: int | None = None
     timeout_ms: float | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    mcp_servers: Any = None
-    """Refused unless empty."""
 
     @property
     def wanted_format(self) -> OutputFormat | None:

@@ -41,10 +41,6 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
     echo: bool | None = None
     logprobs: int | None = None
     best_of: int | None = None
-    add_special_tokens: Any = None
-    """Refused unless true."""
-    prompt_embeds: Any = None
-    """Refused."""
 
 
 class Logprobs(msgspec.Struct, frozen=True, kw_only=True):

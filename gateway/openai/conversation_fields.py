@@ -33,25 +33,6 @@ class ConversationFields(SamplingFields, frozen=True, kw_only=True):
     """Qwen's: the variable of this name of the chat template."""
     thinking: ThinkingSwitch | None = None
     """DeepSeek's and Z.ai's form of the same."""
-    # Refused unless the value changes nothing: UNSERVED says which.
-    functions: Any = None
-    function_call: Any = None
-    modalities: Any = None
-    audio: Any = None
-    web_search_options: Any = None
-    add_special_tokens: Any = None
-    chat_template: Any = None
-    documents: Any = None
-    echo: Any = None
-    include_reasoning: Any = None
-    reasoning_format: Any = None
-    parse_tool_calls: Any = None
-    mm_processor_kwargs: Any = None
-    media_io_kwargs: Any = None
-    safe_prompt: Any = None
-    prompt_mode: Any = None
-    guardrails: Any = None
-    return_prompt_text: Any = None
 
     def read_wishes(self) -> ReasoningWishes:
         """Returns how long a model should reason, with the variables for its chat template. Raises RequestError for an

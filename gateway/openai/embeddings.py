@@ -1,7 +1,7 @@
 """OpenAI's embeddings: turns their bodies into wire requests, and replies into responses."""
 
 import functools
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
@@ -27,27 +27,6 @@ class EmbeddingRequest(msgspec.Struct, frozen=True, kw_only=True):
     dimensions: int | None = None
     timeout_ms: float | None = None
     """Not OpenAI's; has the same meaning as on the wire."""
-    # Refused unless the value changes nothing: the endpoint says which.
-    add_special_tokens: Any = None
-    content: Any = None
-    embd_normalize: Any = None
-    embed_dtype: Any = None
-    embedding_type: Any = None
-    endianness: Any = None
-    input_type: Any = None
-    late_chunking: Any = None
-    lora_path: Any = None
-    messages: Any = None
-    mm_processor_kwargs: Any = None
-    modality: Any = None
-    normalize: Any = None
-    normalized: Any = None
-    output_dimension: Any = None
-    output_dtype: Any = None
-    padding: Any = None
-    task: Any = None
-    truncate_prompt_tokens: Any = None
-    use_activation: Any = None
 
 
 class Embedding(msgspec.Struct, frozen=True, kw_only=True):

@@ -57,44 +57,6 @@ class OtherNames(CommonFields, frozen=True, kw_only=True):
     repeat_last_n: int | None = None
     random_seed: int | None = None
     prompt_logprobs: int | None = None
-    # Refused unless the value changes nothing: UNSERVED says which.
-    use_beam_search: Any = None
-    include_stop_str_in_output: Any = None
-    no_stop_trim: Any = None
-    skip_special_tokens: Any = None
-    truncate_prompt_tokens: Any = None
-    allowed_token_ids: Any = None
-    bad_words: Any = None
-    stop_regex: Any = None
-    logprob_token_ids: Any = None
-    return_hidden_states: Any = None
-    return_routed_experts: Any = None
-    response_fields: Any = None
-    post_sampling_probs: Any = None
-    n_probs: Any = None
-    watermarking: Any = None
-    repetition_detection: Any = None
-    custom_logit_processor: Any = None
-    custom_params: Any = None
-    vllm_xargs: Any = None
-    lora_path: Any = None
-    lora: Any = None
-    session_params: Any = None
-    kv_transfer_params: Any = None
-    ec_transfer_params: Any = None
-    guided_whitespace_pattern: Any = None
-    structural_tag: Any = None
-    mirostat: Any = None
-    typical_p: Any = None
-    tfs_z: Any = None
-    top_n_sigma: Any = None
-    xtc_probability: Any = None
-    dry_multiplier: Any = None
-    dynatemp_range: Any = None
-    samplers: Any = None
-    n_indent: Any = None
-    t_max_predict_ms: Any = None
-    adaptive_target: Any = None
 
 
 _ONLY_SAMPLING = "only temperature, top_k, top_p, min_p and the penalties are served"

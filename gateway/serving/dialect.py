@@ -6,8 +6,8 @@ answer: a stream of events or a whole one (`ParsedGeneration`), or the one reply
 
 import dataclasses
 import operator
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast
 
 import msgspec
 
@@ -196,6 +196,13 @@ class _Body(Protocol):
 BodyT = TypeVar("BodyT", bound=_Body)
 
 
+def _with_fields(body: type[BodyT], names: Iterable[str]) -> type[BodyT]:
+    """Returns a struct that has more fields, each with whatever value a body gives it."""
+    fields = [(name, Any, None) for name in names]
+    more: Any = msgspec.defstruct(body.__name__, fields, bases=(body,), frozen=True, kw_only=True)
+    return cast(type[BodyT], more)
+
+
 @dataclasses.dataclass(kw_only=True, eq=False)
 class ApiEndpoint(Generic[BodyT]):
     """An endpoint that takes a body, or by GET its fields in the query."""
@@ -203,7 +210,7 @@ class ApiEndpoint(Generic[BodyT]):
     path: str
     summary: str
     body: type[BodyT]
-    """The struct with the known fields; unknown ones are ignored."""
+    """The struct with the fields that are served; unknown ones are ignored."""
     read: Callable[[BodyT, RequestHead], Parsed]
     """Validates a body as a router would, and turns it into requests of the bus. Raises RequestError with the API's
     name for the field at fault."""
@@ -223,7 +230,8 @@ class ApiEndpoint(Generic[BodyT]):
     one_of: tuple[str, ...] = ()
     """Lists of which exactly one is required, which may not be empty. `read` checks that."""
     unserved: Mapping[str, UnservedField] = dataclasses.field(default_factory=dict)
-    """Also fields of objects in the body, as `owner.name`, or as `owner[].name` of the objects in a list."""
+    """Known fields that only have the values that change nothing. Those of objects in the body are named `owner.name`,
+    or `owner[].name` of the objects in a list, and are fields of the objects' structs too."""
     ignored: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Known fields, named like those of `unserved`, that are not in the struct, or only checked, since no value of them
     changes an answer; with the reason."""
@@ -235,9 +243,9 @@ class ApiEndpoint(Generic[BodyT]):
     """Whether the last events of a stream repeat the log probabilities of earlier ones."""
 
     def __post_init__(self) -> None:
-        self._decoder = codec.Decoder(self.body, self.free_form)
         # compared at once: there are a hundred, of which most bodies have none
         self._unserved = {name: field for name, field in self.unserved.items() if "." not in name}
+        self._decoder = codec.Decoder(_with_fields(self.body, self._unserved), self.free_form)
         self._unserved_values = _values_of(tuple(self._unserved))
         self._absent = (None,) * len(self._unserved)
         self._unserved_inside = [

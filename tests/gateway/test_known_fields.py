@@ -89,10 +89,12 @@ PATHS = pytest.mark.parametrize("path", KNOWN)
 
 @PATHS
 def test_every_value_of_a_known_field_is_served_or_refused_in_few_words(path: str) -> None:
-    read = {field.name for field in msgspec.structs.fields(ENDPOINTS[path].body)}
+    endpoint = ENDPOINTS[path]
+    read = {field.name for field in msgspec.structs.fields(endpoint.body)} | endpoint.unserved.keys()
     places = {name: Place(path, name) for name in servers_of(path)}
     accepted = {name: sum(map(place.accepts, ODD)) for name, place in places.items()}
-    assert {name for name, number in accepted.items() if number < len(ODD) and "." not in name} == places.keys() & read
+    checked = {name for name, number in accepted.items() if number < len(ODD)}
+    assert {name for name in checked if "." not in name} == {name for name in places.keys() & read if "." not in name}
 
 
 @PATHS

@@ -84,18 +84,6 @@ class ResponsesBody(ConversationFields, frozen=True, kw_only=True):
     """Returned unchanged, as the next two: it limits tools that a server runs, and there are none."""
     user: str | None = None
     safety_identifier: str | None = None
-    # Refused unless the value changes nothing: the endpoint says which.
-    background: Any = None
-    conversation: Any = None
-    prompt: Any = None
-    context_management: Any = None
-    previous_input_messages: Any = None
-    enable_response_messages: Any = None
-    messages: Any = None
-    max_completion_tokens: Any = None
-    logprobs: Any = None
-    continue_final_message: Any = None
-    add_generation_prompt: Any = None
 
     def to_wire(self, session: str | None) -> WireFields:
         fields, names = super().to_wire(session)
