@@ -181,7 +181,7 @@ class Announcer:
 
     def publish_step(self, sampled: Sequence[SampledTokens], chunks: Sequence[Outgoing], ended: Ends) -> bool:
         """Publishes chunks between what routers must learn before and after them, all or nothing: an event for each of
-        `sampled`, the chunks, and an event with the requests that they end, or else a seal.
+        `sampled`, the chunks, and events with the requests that they end, or else a seal.
 
         Returns whether it was published. If not, the broker is away: try again later."""
         if self._config is None or self.is_muted:
@@ -201,12 +201,18 @@ class Announcer:
         self, sampled: Sequence[SampledTokens], ended: Ends
     ) -> tuple[list[internal.Events], list[internal.Events]]:
         """Returns the events before a step's chunks and those after them."""
-        if not sampled and not self.log.has_news:
-            return [], [self.log.make(self._load(), self.state.on_wire, ended=ended)] if ended.keys else []
-        before = [self.log.make(self._load(), self.state.on_wire, sampled[0] if sampled else None)]
-        for more in sampled[1:]:
-            before.append(self.log.make_next(before[-1], more))
-        return before, [self.log.make_next(before[-1], ended=ended)] if ended.keys else []
+        before: list[internal.Events] = []
+        behind: list[internal.Events] = []
+        if sampled or self.log.has_news:
+            before = [self.log.make(self._load(), self.state.on_wire, sampled[0] if sampled else None)]
+            for more in sampled[1:]:
+                before.append(self.log.make_next(before[-1], more))
+        for some in ended.parts():
+            if last := (behind or before)[-1:]:
+                behind.append(self.log.make_next(last[0], ended=some))
+            else:
+                behind.append(self.log.make(self._load(), self.state.on_wire, ended=some))
+        return before, behind
 
     def _publish(self, entries: Sequence[internal.Events], outgoing: Sequence[Outgoing]) -> bool:
         """Publishes messages and counts the entries among them; returns False if the broker is away."""

@@ -102,6 +102,8 @@ class SampledTokens:
 _HASHES_PER_ENTRY = 512
 """A stored block without a successor in the same run takes about 50 bytes, so an entry, together with a step's tokens,
 fits in a message of a broker that allows 64 KiB."""
+_ENDS_PER_ENTRY = 24
+"""A request's end takes at most about 2 kB: its key up to three times, and the rest of its report."""
 
 
 class Ends(NamedTuple):
@@ -111,6 +113,13 @@ class Ends(NamedTuple):
     failed: list[str]
     """Those that failed in a way that need not recur elsewhere."""
     reports: list[internal.StreamEnd]
+
+    def parts(self) -> "Iterator[Ends]":
+        """Yields the same requests, as many at a time as fit in an entry."""
+        failed = set(self.failed)
+        for at in range(0, len(self.keys), _ENDS_PER_ENTRY):
+            keys = self.keys[at : at + _ENDS_PER_ENTRY]
+            yield Ends(keys, [key for key in keys if key in failed], self.reports[at : at + _ENDS_PER_ENTRY])
 
 
 NO_ENDS = Ends([], [], [])

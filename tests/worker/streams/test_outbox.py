@@ -333,6 +333,31 @@ async def test_a_stream_has_not_ended_for_anyone_before_its_terminal_is_publishe
     assert [(again.text, again.finish_reason) for again in sender.replay(one)] == [("a", None), ("b", "length")]
 
 
+@pytest.mark.parametrize("has_tokens", [False, True])
+async def test_more_ends_than_fit_one_entry_are_in_several_after_the_terminals(has_tokens: bool) -> None:
+    """As when no engine continues the streams of one that has died."""
+    sender, error = Sender(), errors.make_error(errors.Code.WORKER_LOST)
+    streams = [stream(f"{number:0{limits.MAX_ID_BYTES}}", number) for number in range(200)]
+    if has_tokens:
+        sender.put(streams[0], output("a", 7))
+    for one in streams:
+        end = msgspec.structs.replace(output("", last=True), finish_reason=messages.FinishReason.ERROR, gaps=[99] * 14)
+        sender.put(one, msgspec.structs.replace(end, token_ids=[], error=error if one.stream_no % 2 else None))
+    sender.outbox.flush()
+    (batch,) = sender.bus.take_batches()
+    assert max(len(one.payload) for one in batch) < 64 * 1024 - limits.MESSAGE_RESERVE_BYTES
+    published = [decoded(one) for one in batch]
+    entries, num_ends = entries_in(published), kinds(published)[::-1].index("Chunk")
+    assert kinds(published) == ["Events"] * has_tokens + ["Chunk"] * (200 + has_tokens) + ["Events"] * num_ends
+    assert [entry.seq - entries[0].seq for entry in entries] == list(range(len(entries)))
+    ended = entries[has_tokens:]
+    keys = [one.key for one in streams]
+    assert [key for entry in ended for key in entry.finished] == keys
+    assert [end.id for entry in ended for end in entry.ends] == keys
+    assert [key for entry in ended for key in entry.failed] == keys[1::2]
+    assert sender.ended == streams
+
+
 async def test_tokens_that_wait_are_not_published_with_an_entry_that_chunks_do_not_follow() -> None:
     sender, one = Sender(), stream()
     sender.put(one, output("a"))
