@@ -172,3 +172,10 @@ async def test_a_bug_at_a_given_token_refuses_the_run(worker: Worker, monkeypatc
     assert not worker.streams.holds("default:one")
     monkeypatch.undo()
     assert await worker.answer("one", 5)
+
+
+async def test_a_stream_that_only_computes_its_prompt_does_so_wherever_it_continues(worker: Worker) -> None:
+    assert worker.accept("cached", max_tokens=0).accepted
+    assert worker.accept("longer", max_tokens=1).accepted
+    continued = {one.key: one.to_run(0.0).params.max_tokens for one in worker.streams}
+    assert continued == {"default:cached": 0, "default:longer": 1}
