@@ -397,7 +397,7 @@ class Streams:
         stream with `internal`, and no other."""
         # resumed tokens come before the stream is open, and an aborted engine request may still have outputs
         if (stream.terminal is not None or not stream.is_open) and not output.is_resumed:
-            if output.finish_reason is messages.FinishReason.CANCELLED:
+            if output.finish_reason is messages.FinishReason.CANCELLED and stream.terminal is None:
                 stream.last_words = output
             return
         if output.error is not None and stream.strand(output, time.monotonic()):

@@ -37,6 +37,7 @@ class Wire(RecordingBus):
         self.changed = asyncio.Event()
 
     def publish_all(self, messages: Sequence[Outgoing]) -> None:
+        super().publish_all(messages)
         for message in messages:
             if message.subject.startswith("_INBOX."):
                 chunk = _chunks.decode(message.payload, codec.Encoding.JSON)
