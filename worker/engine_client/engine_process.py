@@ -91,14 +91,16 @@ class EngineConnection(asyncio.Protocol):
                     self._on_report(report)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if exc is not None:  # a write failed, perhaps before all reports were read
-            with contextlib.suppress(OSError):
-                while data := self.link.sock.recv(_RECEIVE_BYTES):
-                    self.data_received(data)
-        if not self.ready.done():
-            self.ready.set_exception(EngineDiedError("the engine process ended while it was starting"))
-        self.death.set_result("the engine process closed its socket")
-        self._on_lost()
+        try:
+            if isinstance(exc, OSError):  # a write failed, perhaps before all reports were read
+                with contextlib.suppress(OSError):
+                    while data := self.link.sock.recv(_RECEIVE_BYTES):
+                        self.data_received(data)
+        finally:  # even if a report can't be taken: else nobody would learn that the engine is lost
+            if not self.ready.done():
+                self.ready.set_exception(EngineDiedError("the engine process ended while it was starting"))
+            self.death.set_result("the engine process closed its socket")
+            self._on_lost()
 
 
 class EngineProcess:
