@@ -115,6 +115,7 @@ class BlockTransport:
         self._pace = Pace()
         self._line: _Line | None = None
         self._opening: asyncio.Task[_Line] | None = None
+        self._is_closed = False
         self._used_at = time.monotonic()
         self._tasks: set[asyncio.Task[None]] = set()
         bounds = UploadLimits(_MAX_QUESTION_BYTES, 4 * _MAX_QUESTION_BYTES, 4 * _MAX_QUESTION_BYTES)
@@ -134,7 +135,8 @@ class BlockTransport:
         serve("kv", self._question)
 
     async def close(self) -> None:
-        """Closes the connection for blocks."""
+        """Closes the connection for blocks; none is opened for those who still read."""
+        self._is_closed = True
         self._receiver.stop()
         if self._opening is not None:
             await asyncio.wait([self._opening], timeout=ANSWER_S)
@@ -178,6 +180,8 @@ class BlockTransport:
 
     async def _open(self) -> _Line:
         """Returns the connection for blocks. Raises ConnectionError and TimeoutError if it can't be made."""
+        if self._is_closed:
+            raise ConnectionError("this worker exchanges no more blocks")
         self._used_at = time.monotonic()
         if self._line is not None:
             return self._line

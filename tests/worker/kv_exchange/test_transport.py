@@ -248,6 +248,23 @@ async def test_the_connection_is_closed_a_minute_after_its_last_use(ends: tuple[
     assert b.num_connections == 2
 
 
+async def test_an_end_that_is_closed_opens_no_other_connection_for_those_who_still_read(ends: tuple[End, End]) -> None:
+    a, b = ends
+    lease = await b.transport.lease("a", request())
+    a.engine.gate.clear()
+    reading = asyncio.create_task(lease.read(0, NUM_BYTES))
+    async with asyncio.timeout(10):
+        while len(a.engine.last_exports) < 2:
+            await asyncio.sleep(0.01)
+        await a.transport.close()
+        a.engine.gate.set()
+        with pytest.raises(TransferError):
+            await reading
+        with pytest.raises(TransferError):
+            await a.transport.lease("b", request())
+    assert a.num_connections == 1
+
+
 async def test_a_lease_that_is_granted_after_its_fetch_was_cancelled_is_given_back(ends: tuple[End, End]) -> None:
     a, b = ends
     a.engine.gate.clear()
