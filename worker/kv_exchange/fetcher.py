@@ -85,6 +85,8 @@ class Fetcher:
         fetching = _Fetching(prefix, first, serving, is_remote_prefill=is_remote_prefill)
         if not fetching.num_wanted:  # they have been computed here since the router's choice
             return Fetch("nothing")
+        if not self.has_room(source):  # others that were let in together with it have begun
+            return Fetch("busy")
         self.num_remote_prefills += is_remote_prefill
         self.num_running += not is_remote_prefill
         request = internal.BlockLeaseRequest(
@@ -147,8 +149,8 @@ class Fetcher:
         finally:
             for read in reads:
                 read.cancel()
-            await asyncio.gather(*reads, return_exceptions=True)
             lease.close()
+            await asyncio.gather(*reads, return_exceptions=True)
 
     async def _read_block(self, lease: LeasedBlocks, block: int, num_bytes: int, engine: contract.Engine) -> bytes:
         if engine.load().running:

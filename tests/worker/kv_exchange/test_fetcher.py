@@ -104,6 +104,18 @@ async def test_a_fetch_that_is_cancelled_ends_its_lease_and_its_reads() -> None:
     assert (transport.num_closed, fetches.num_running, len(asyncio.all_tasks())) == (1, 0, 1)
 
 
+async def test_a_fetch_that_is_cancelled_as_its_time_is_over_ends_its_lease() -> None:
+    transport = StubTransport(9, never)
+    task = asyncio.create_task(fetch(transport, StubEngine(), 9))
+    while not transport.requests:
+        await asyncio.sleep(0)
+    for _ in range(2):
+        task.cancel()
+        await asyncio.sleep(0)
+    await asyncio.wait([task])
+    assert transport.num_closed == 1
+
+
 async def test_of_ten_thousand_hostile_answers_none_reaches_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fetcher, "STALL_S", 60.0)  # however busy the machine is
     monkeypatch.setattr(fetcher, "MAX_FETCH_S", 60.0)
@@ -184,6 +196,18 @@ async def test_who_only_fetches_asks_for_nothing_to_be_computed() -> None:
     transport = StubTransport(9, real)
     await Fetcher(transport).fetch(SOURCE, prefix(9), 0, serving(StubEngine()), "acme:r-1", -3)
     assert (transport.requests[0].computed_for, transport.requests[0].priority) == ("", 0)
+
+
+async def test_fetches_that_are_let_in_at_once_are_no_more_than_others() -> None:
+    transport = StubTransport(9, never)
+    fetches = Fetcher(transport)
+    tasks = [asyncio.create_task(fetches.fetch(SOURCE, prefix(9), 0, serving(StubEngine()))) for _ in range(5)]
+    done, running = await asyncio.wait(tasks, timeout=0.05)
+    assert sorted(one.result().outcome for one in done) == ["busy"] * (5 - fetcher.MAX_FETCHES)
+    assert len(transport.requests) == fetcher.MAX_FETCHES
+    for one in running:
+        one.cancel()
+    await asyncio.gather(*running, return_exceptions=True)
 
 
 async def test_remote_prefills_and_fetches_are_bounded_apart() -> None:
