@@ -47,6 +47,8 @@ class EngineClient:
         self.capacity = CapacityLimit(max_waiting)
         self._connection: EngineConnection | None = None
         """To the engine that starts or serves, or the last one that did."""
+        self._absence = "there is no engine process"
+        """Why there is none."""
         self._config: contract.EngineConfig | None = None
         """The configuration of the engine that serves, or of the last one that did; None while one starts."""
         self.token_bytes: list[bytes] = []
@@ -87,7 +89,12 @@ class EngineClient:
         assert not self._is_alive, "there is an engine"
         await self.close()
         self._connection = self._config = None
-        self._connection = EngineConnection(await self._launch(), self._receive, self._engine_lost)
+        try:
+            link = await self._launch()
+        except EngineDiedError as error:
+            self._absence = str(error)
+            raise
+        self._connection = EngineConnection(link, self._receive, self._engine_lost)
         ready = await self._connection.open()
         config = self._config = ready.config
         self.token_bytes, self._bundle = ready.token_bytes, ready.bundle
@@ -263,7 +270,7 @@ class EngineClient:
 
     async def close(self) -> str:
         """Ends the process but no stream, and returns how it ended. Safe to call again."""
-        return "there is no engine process" if self._connection is None else await self._connection.close()
+        return self._absence if self._connection is None else await self._connection.close()
 
     @property
     def _is_alive(self) -> bool:

@@ -131,10 +131,13 @@ class EngineProcess:
                 # two processes must never write to the same file
                 await self._running.end()
                 self._running = None
-            if self._running is None:
-                self._running = await _start(self._variables)
             self._last_number += 1
-            return self._running.open(self._last_number, settings, memory_fd)
+            try:
+                if self._running is None:
+                    self._running = await _start(self._variables)
+                return self._running.open(self._last_number, settings, memory_fd)
+            except OSError as error:  # too little memory, or too many processes or files, which may pass
+                raise EngineDiedError(f"no engine process can be started: {error}") from error
 
 
 class _Running:

@@ -1,13 +1,18 @@
 """The backoff before an engine is restarted grows while engines die early, up to a limit."""
 
 import asyncio
+import errno
+import os
 
 import pytest
 from structlog.testing import capture_logs
 
 from tests.support.arithmetic import ArithmeticRunner
-from tests.support.engines import thread_engine
+from tests.support.engines import ThreadLink, thread_engine
 from tokenbus.worker.contract import contract
+from tokenbus.worker.contract.engine_settings import EngineSettings
+from tokenbus.worker.engine_client.client import EngineClient
+from tokenbus.worker.engine_client.engine_process import EngineLink, EngineProcess
 from tokenbus.worker.engine_client.listener import EngineListener
 from tokenbus.worker.engine_client.supervisor import (
     HEALTHY_AFTER_S,
@@ -68,3 +73,33 @@ async def test_an_engine_that_is_cleaned_up_has_not_died_and_is_not_restarted() 
             await life
     assert "engine_died" not in [line["event"] for line in lines]
     assert supervisor.restarts == 0
+
+
+async def test_if_no_process_can_be_started_for_now_an_engine_that_has_served_is_started_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", fail)
+    process, listener, links = EngineProcess(), Listener(), list[ThreadLink | None]()
+
+    async def launch() -> EngineLink:
+        links.append(ThreadLink(lambda _: ArithmeticRunner()) if len(links) != 1 else None)
+        return links[-1] or await process.open(EngineSettings(model="any"))
+
+    supervisor = EngineSupervisor(EngineClient(launch, 0, listener), "w", 30.0)
+    with capture_logs() as lines:
+        life = asyncio.create_task(supervisor.run())
+        async with asyncio.timeout(60):
+            await listener.serves.wait()
+            assert links[0] is not None
+            links[0].kill()
+            while len(links) < 3:
+                assert not life.done()
+                await asyncio.sleep(0.01)
+            await listener.serves.wait()
+            await supervisor.cleanup()
+            await life
+    reasons = [line["reason"] for line in lines if line["event"] == "engine_died"]
+    assert reasons == ["the loop ended", "no engine process can be started: [Errno 12] Cannot allocate memory"]
