@@ -78,6 +78,7 @@ class _Source:
     def __init__(self, records: Mapping[str, bytes | None]) -> None:
         self._records = records
         self._items: dict[str, list[InputItem]] = {}
+        self._ids: dict[str, dict[str | None, InputItem]] = {}
         self._num_bytes = 0
 
     def conversation(self, response_id: str) -> list[InputItem]:
@@ -94,12 +95,17 @@ class _Source:
         item, path = place
         if not _is_reference(item):
             return place
-        items = self._items_of(_record_with(item.id) or "") or []
-        found = next((one for one in items if one.id == item.id), None)
+        found = self._by_id(_record_with(item.id) or "").get(item.id)
         if found is None:
             raise errors.invalid_field(f"{path}.id", "names no stored item, or no longer: send the item itself")
         self._count(len(_encoder.encode(found)))
         return PlacedItem(found, path)
+
+    def _by_id(self, name: str) -> dict[str | None, InputItem]:
+        """Returns the items in a record by their ids; of several with the same one the first."""
+        if name not in self._ids:
+            self._ids[name] = {one.id: one for one in reversed(self._items_of(name) or [])}
+        return self._ids[name]
 
     def _items_of(self, name: str) -> list[InputItem] | None:
         """Returns the items in a record, or None if it is not stored."""

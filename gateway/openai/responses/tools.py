@@ -68,12 +68,15 @@ class OfferedTools:
         return {"type": "function", "function": {"name": _name_in(choice)}}
 
     def _allow(self, allowed: object) -> None:
-        """Keeps only the allowed functions."""
+        """Keeps only the allowed functions, and what has no proper name, which validation refuses."""
         if not isinstance(allowed, list) or not all(isinstance(tool, dict) for tool in allowed):
             raise errors.invalid_field("tool_choice.tools", "must be a list of tools")
-        names = [_name_in(tool) for tool in allowed]
-        both = zip(self.functions, self.paths, strict=True)
-        left = [(function, path) for function, path in both if function["function"].get("name") in names]
+        names = {name for tool in allowed if isinstance(name := _name_in(tool), str)}
+        left = [
+            (function, path)
+            for function, path in zip(self.functions, self.paths, strict=True)
+            if not isinstance(name := function["function"].get("name"), str) or name in names
+        ]
         self.functions = [function for function, _ in left]
         self.paths = [path for _, path in left]
 

@@ -58,7 +58,7 @@ def _check_object(schema: Mapping[str, Any], path: str) -> None:
     if schema.get("additionalProperties") is not False:
         raise invalid_field(f"{path}.additionalProperties", "must be given and false in a strict schema")
     required = schema.get("required")
-    names = required if isinstance(required, list) else []
+    names = {one for one in required if isinstance(one, str)} if isinstance(required, list) else set()
     missing = next((key for key in _members(schema, "properties") if key not in names), None)
     if missing is not None:
         raise invalid_field(

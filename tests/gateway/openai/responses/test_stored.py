@@ -1,6 +1,7 @@
 """A stored response is continued by requests that its client could have sent whole, and shown as it was."""
 
 import json
+import time
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -240,3 +241,14 @@ def test_a_small_request_can_not_refer_to_too_much() -> None:
     large = stored.records_of(said["id"], msgspec.json.encode(response), b"")
     reference = {"type": "item_reference", "id": said["output"][1]["id"]}
     assert refusal_of(lambda: parse(large, input=[reference] * 8)).param == "input"
+
+
+def test_many_references_to_a_long_conversation_are_resolved_at_once() -> None:
+    items = [{"role": "user", "content": "hi"}, *[{"role": "assistant", "content": ""}] * 8_000, NEXT | {"output": "7"}]
+    items[1] = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"}
+    records, said = answered(parse({}, input=items))
+    last = f"msg_{said['id'].removeprefix('resp_')}_in8000"
+    began_s = time.process_time()
+    (request,) = parse(records, input=[{"type": "item_reference", "id": last}] * 8_000).requests
+    assert time.process_time() - began_s < 1.0  # one by one it would be 64 million comparisons
+    assert [one.role for one in request.messages or []] == ["assistant"]

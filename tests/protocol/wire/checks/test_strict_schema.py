@@ -64,3 +64,21 @@ def test_one_that_breaks_them_is_refused_by_name(schema: dict[str, Any], problem
         check_strict(schema, "s")
     assert caught.value.error.message == problem
     assert caught.value.error.param == problem.partition(":")[0]
+
+
+def test_each_name_is_looked_up_and_not_compared_with_all_others() -> None:
+    num_compared = 0
+
+    class Name(str):
+        __slots__ = ()
+
+        def __eq__(self, other: object) -> bool:
+            nonlocal num_compared
+            num_compared += 1
+            return str(self) == other
+
+        __hash__ = str.__hash__
+
+    names = [Name(f"n{number}") for number in range(100)]
+    check_strict(OBJECT | {"properties": {one: {} for one in names}, "required": [str(one) for one in names]}, "s")
+    assert num_compared <= 2 * len(names)
