@@ -133,14 +133,16 @@ async def read(request: Request, limit_bytes: int, held: HeldBody, *, takes_any_
 
 
 class LargeBodyParser:
-    """Parses large bodies in a thread, one at a time: in the event loop they would hold up other requests."""
+    """Parses large bodies, and those that refer to something compressed, in a thread, one at a time: in the event loop
+    they would hold up other requests."""
 
     def __init__(self) -> None:
         self._turn = asyncio.Lock()
 
-    async def parse(self, parse: Callable[[], ParsedT], num_bytes: int) -> ParsedT:
-        """Returns a parser's result, or raises its exception."""
-        if num_bytes <= _PARSED_AT_ONCE_BYTES:
+    async def parse(self, parse: Callable[[], ParsedT], num_bytes: int, *, expands: bool = False) -> ParsedT:
+        """Returns a parser's result, or raises its exception. `expands`: it expands something, which may become a
+        thousand times as large."""
+        if num_bytes <= _PARSED_AT_ONCE_BYTES and not expands:
             return parse()
         async with self._turn:
             return await asyncio.to_thread(_without_collections, parse)

@@ -109,12 +109,11 @@ class EndpointApp:
             payload = await body.read(request, max_bytes, held, takes_any_type=self._takes_any_type)
         parse = functools.partial(self._endpoint.parse, payload, request.headers, log.request_id)
         parser, records = self._services.parser, self._services.records
-        default, num_bytes = self._services.aliases.default, len(payload)
-        earlier: dict[str, bytes | None] = {}
+        default, earlier = self._services.aliases.default, dict[str, bytes | None]()
         while True:
             parse_with = functools.partial(parse, default, earlier, records.max_record_bytes)
             try:
-                parsed = await parser.parse(parse_with, num_bytes)
+                parsed = await parser.parse(parse_with, len(payload), expands=any(earlier.values()))
                 break
             # Only then is it asked what is served, or stored. The same body is read again, with that.
             except UnnamedModelError:
@@ -123,7 +122,6 @@ class EndpointApp:
                 for name in unread.names:
                     earlier[name] = record = await records.read(tenant.name, name)
                     held.add(len(record or b""))
-                    num_bytes += len(record or b"")
         if isinstance(parsed, ParsedGeneration):
             log.received(parsed.model, stream=parsed.stream, body_bytes=len(payload), n=parsed.n)
         else:

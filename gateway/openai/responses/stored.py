@@ -22,6 +22,9 @@ from tokenbus.protocol.wire import errors
 NOT_STORED = "nothing is stored here: send the whole conversation as input, with store: false"
 _MAX_EXPANDED_BYTES = 64 * 1024 * 1024
 """A limit for the items that a small request may refer to."""
+_MAX_CONVERSATION_BYTES = 16 * 1024 * 1024
+"""A limit for the items that are stored with one response, before they are compressed: repetitions take a thousandth of
+their size, and have to be read again."""
 _MAX_REFERENCES = 1_024
 """The most different records that a request may refer to."""
 _FAST = 1
@@ -138,13 +141,16 @@ def input_record(
         if body.store:
             raise errors.unsupported_field("store", NOT_STORED)
         return None
-    items = [_identified(item, token, number) for number, (item, _) in enumerate(conversation)]
-    packed = zlib.compress(_encoder.encode(items), _FAST)
-    if len(packed) <= head.max_record_bytes:
-        return packed
+    plain = _encoder.encode([_identified(item, token, number) for number, (item, _) in enumerate(conversation)])
+    size, most = len(plain), _MAX_CONVERSATION_BYTES
+    if size <= most:
+        packed = zlib.compress(plain, _FAST)
+        size, most = len(packed), head.max_record_bytes
+        if size <= most:
+            return packed
     if body.store:
-        problem = f"the conversation takes {len(packed)} bytes, and at most {head.max_record_bytes} can be stored"
-        raise errors.invalid_field("store", f"{problem}: send store: false")
+        problem = f"the conversation takes {size} bytes, and at most {most} can be stored: send store: false"
+        raise errors.invalid_field("store", problem)
     return None
 
 

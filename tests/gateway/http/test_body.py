@@ -139,7 +139,7 @@ async def test_a_body_that_comes_too_slowly_is_refused(monkeypatch: pytest.Monke
     assert await response_to(request_of(b"{", is_whole=False), 100) == BODY_TIMEOUT
 
 
-async def test_a_large_body_is_parsed_in_a_thread_and_the_event_loop_goes_on_meanwhile() -> None:
+async def test_a_body_that_is_large_or_may_become_so_is_parsed_in_a_thread() -> None:
     parser, loop, is_parsing = body.LargeBodyParser(), asyncio.get_running_loop(), asyncio.Event()
     may_end = threading.Event()
 
@@ -152,6 +152,7 @@ async def test_a_large_body_is_parsed_in_a_thread_and_the_event_loop_goes_on_mea
     await asyncio.wait_for(is_parsing.wait(), 10)
     assert await parser.parse(threading.get_ident, 256 * 1024) == threading.get_ident()
     may_end.set()
+    assert await parser.parse(threading.get_ident, 10, expands=True) != threading.get_ident()
     assert await parsing != threading.get_ident()
 
 

@@ -151,6 +151,14 @@ def test_what_can_not_be_stored_is_refused_if_that_was_asked_for_and_else_told()
         assert answered(parse({}, input="hi"), is_stored=is_stored)[1]["store"] is is_stored
 
 
+def test_a_conversation_that_only_repeats_itself_is_stored_no_larger_than_it_can_be_read_again() -> None:
+    thought = {"type": "reasoning", "encrypted_content": "a" * (stored._MAX_CONVERSATION_BYTES // 2)}
+    records, said = answered(parse({}, input=[thought, {"role": "user", "content": "hi"}]))
+    again: dict[str, Any] = {"input": [thought], "previous_response_id": said["id"]}
+    assert not parse(records, **again).is_stored
+    assert refusal_of(lambda: parse(records, **again, store=True)).param == "store"
+
+
 def test_ids_are_long_random_and_say_nothing() -> None:
     ids = {answered(parse({}, input="hi"))[1]["id"] for _ in range(8)}
     assert len(ids) == 8
