@@ -344,6 +344,18 @@ def nested(levels: int) -> Json:
     return value
 
 
+@BOTH
+def test_only_so_many_values_are_read_leniently(encoding: Encoding, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(codec, "_MAX_LENIENT_VALUES", 20)
+    few, many = ([{"role": "user", "content": "hi"}] * number for number in (4, 8))
+    lenient: dict[str, object] = {"max_tokens": 5.0, "token_ids": [1] * 99, "chat_template_kwargs": {"a": [{}] * 99}}
+    assert GENERATE.decode(to_bytes(lenient | {"messages": few}, encoding), encoding).max_tokens == 5
+    strict = lenient | {"messages": many, "max_tokens": 5}
+    assert len(GENERATE.decode(to_bytes(strict, encoding), encoding).messages or []) == 8
+    error = refusal_of(lambda: GENERATE.decode(to_bytes(lenient | {"messages": many}, encoding), encoding))
+    assert error.message == "the message has more than 20 values, and not all of the right types"
+
+
 def test_free_form_values_nest_to_the_limit_and_not_one_level_deeper() -> None:
     codec.check_nesting(nested(limits.MAX_NESTING), "tools")
     error = refusal_of(lambda: codec.check_nesting(nested(limits.MAX_NESTING + 1), "tools"))
