@@ -7,6 +7,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 
 from tests.router.builders import at, flight
 from tokenbus.protocol.wire import messages
+from tokenbus.protocol.wire.block_hash import Adapter
 from tokenbus.router.requests.flights.flight import Flight, Flights
 
 
@@ -14,6 +15,16 @@ def test_a_new_flight_is_not_accepted() -> None:
     new = flight("r1", tenant="acme inc")
     assert (new.request_id, new.tenant, new.key, new.model) == ("r1", "acme inc", "acme=20inc:r1", "demo")
     assert (new.attempt, new.worker_id, new.ended_by, new.cancelled, new.has_begun) == (0, None, None, False, False)
+
+
+def test_requests_with_the_same_adapters_need_the_same_workers_whatever_the_scales() -> None:
+    some = [flight(f"r{number}") for number in range(3)]
+    assert not some[0].needs
+    for number, one in enumerate(some):  # each kind that waits is looked at in each event of a worker
+        one.adapters = (Adapter("d1", 1.0 + number), Adapter("d2", 2.0 + number))
+    assert len({one.needs for one in some}) == 1
+    some[0].adapters = some[0].adapters[:1]
+    assert some[0].needs != some[1].needs
 
 
 def test_a_request_without_a_deadline_has_no_remaining_time() -> None:

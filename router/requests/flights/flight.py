@@ -124,8 +124,9 @@ class Flight:
 
     @property
     def needs(self) -> Hashable:
-        """The kind of worker that it needs; empty if any will do."""
-        return (self.adapters, self.feature) if self.adapters or self.feature else ()
+        """The kind of worker that it needs, whatever the scales of its adapters; empty if any will do."""
+        digests = tuple(one.digest for one in self.adapters)
+        return (digests, self.feature) if digests or self.feature else ()
 
     @property
     def has_begun(self) -> bool:
