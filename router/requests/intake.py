@@ -339,9 +339,9 @@ class Intake:
         except ValueError:
             return
         found = {holder.cancel(address.key, address.model) for holder in (self._lifecycle, self._calls)}
-        if True not in found:
-            self._passing_on.to_holder("cancel", message, address)
-        elif message.reply:
+        # also to a worker for which this router answers since it has been silent: it may just have stood still
+        self._passing_on.to_holder("cancel", message, address, is_answered=True in found)
+        if True in found and message.reply:
             self._replies.send(message.reply, codec.encode(messages.CancelReply(cancelled=True), encoding))
 
     def _on_resync(self, message: Msg) -> None:

@@ -49,8 +49,16 @@ class PassingOn:
         self._metrics = metrics
         self._via = {VIA: router_id}
 
-    def to_holder(self, op: Literal["cancel", "resync"], message: Msg, address: subjects.RequestAddress) -> None:
-        """Passes a client's message on to the worker that has the stream, if this router knows it."""
+    def to_holder(
+        self,
+        op: Literal["cancel", "resync"],
+        message: Msg,
+        address: subjects.RequestAddress,
+        *,
+        is_answered: bool = False,
+    ) -> None:
+        """Passes a client's message on to the worker that has the stream, if this router knows it, to be answered
+        unless it `is_answered`."""
         worker = self._holder(address)
         if worker is None:
             return
@@ -62,7 +70,7 @@ class PassingOn:
         )
         subject = self._names.worker(worker.card.model, worker.card.worker_id, "control")
         with contextlib.suppress(OutboundBufferLimitError, ConnectionError):
-            self._bus.publish(subject, codec.encode(control), message.reply)
+            self._bus.publish(subject, codec.encode(control), "" if is_answered else message.reply)
             self._metrics.passed_on.labels(op).inc()
             self._fleet.stats.passed_on += 1
 

@@ -73,6 +73,25 @@ def test_a_cancel_ends_a_stream_at_once_even_if_its_guardian_is_gone_or_frozen(
     assert not system.client.open()
 
 
+@pytest.mark.parametrize("stands_still_s", [0.5, 1.2, 1.4])
+def test_a_cancel_ends_the_stream_of_a_worker_that_stands_still_though_its_only_router_has_answered(
+    system: System, stands_still_s: float
+) -> None:
+    other = system.routers.pop()
+    kill(other.process, other.bus)
+    system.ask(200)
+    raw = Raw(system)
+    system.world.run(2.5)  # before, a router takes no silence for one
+    system.worker.process.is_paused = True
+    system.world.run(stands_still_s)
+    raw.cancel()
+    system.world.run(0.01)
+    system.worker.process.is_paused = False
+    system.world.run(0.25)
+    assert raw.answers == [b'{"cancelled":true}']
+    assert not system.client.open()
+
+
 @pytest.mark.parametrize("strike", [do_nothing, kill_first, freeze_first])
 def test_a_resync_is_answered_once_and_at_once_even_if_the_guardian_is_gone_or_frozen(
     system: System, strike: Strike
