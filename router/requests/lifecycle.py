@@ -248,10 +248,11 @@ class RequestLifecycle:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _wait_for_guardians(self) -> None:
-        """Waits a while for workers to name other routers: until then only this one tells how their streams end."""
+        """Waits a while for workers to name other routers: until then only this one tells how their streams end. What a
+        worker gives up meanwhile is handed over."""
         give_up_at = time.monotonic() + _GUARDIANS_S
         # flights go in many ways
-        while any(one.worker_id is not None for one in self._flights.all()):
+        while self._tasks or any(one.worker_id is not None for one in self._flights.all()):
             if time.monotonic() >= give_up_at:
                 break
             await asyncio.sleep(limits.TICK_S)

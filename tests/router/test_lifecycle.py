@@ -7,7 +7,7 @@ import pytest
 
 from tests.router.builders import NoLoads, card, fleet_of, flight, free_quota, known
 from tokenbus.protocol.telemetry import tracing
-from tokenbus.protocol.wire import errors, messages
+from tokenbus.protocol.wire import errors, limits, messages
 from tokenbus.router.requests.flights.ends import RequestEnds
 from tokenbus.router.requests.flights.flight import Flight, Flights
 from tokenbus.router.requests.flights.request_telemetry import FlightTelemetry, RequestLogSettings
@@ -65,7 +65,8 @@ class Testbed:
         self.dispatcher, self.terminals = Dispatcher(), Terminals()
         telemetry = FlightTelemetry(RouterMetrics(), tracing.NoopTracer(), RequestLogSettings())
         queue = Queue(self.dispatcher)
-        parts = (self.dispatcher, NoLoads(), self.terminals, free_quota(), telemetry, RequestEnds())
+        self.ends = RequestEnds()
+        parts = (self.dispatcher, NoLoads(), self.terminals, free_quota(), telemetry, self.ends)
         self.lifecycle = RequestLifecycle(self.fleet, self.flights, None, queue, *parts)  # type: ignore[arg-type]
         self.offered: list[str] = []
         self._accepts = accepts
@@ -163,6 +164,26 @@ async def test_a_stream_that_a_worker_gives_up_while_others_are_handed_over_is_h
     assert testbed.dispatcher.continued == ["default:b"]
     assert sorted(testbed.offered) == ["a", "b"]
     assert testbed.terminals.ends == []
+
+
+async def test_a_stream_that_a_worker_gives_up_while_its_guardian_is_awaited_is_handed_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    testbed = Testbed(accepts=("a",))
+    testbed.ends.add(lambda end: None)
+    one = flight("a")
+    one.prompt_ids = b"1234"
+    testbed.lifecycle.adopt(one, known(testbed.fleet))
+
+    async def redispatch(flight: Flight, worker: Worker, *, is_certain: bool, takes: bool = False) -> None:
+        await asyncio.sleep(2 * limits.TICK_S)  # asks the worker that may still have it
+
+    monkeypatch.setattr(testbed.dispatcher, "redispatch", redispatch)
+    stopping = asyncio.create_task(testbed.shut_down())
+    await asyncio.sleep(limits.TICK_S)
+    testbed.lifecycle.recover(one, known(testbed.fleet), is_certain=False)
+    await stopping
+    assert (testbed.offered, testbed.terminals.ends) == (["a"], [])
 
 
 async def test_a_request_whose_worker_does_not_answer_in_time_ends(monkeypatch: pytest.MonkeyPatch) -> None:
