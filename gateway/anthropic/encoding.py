@@ -165,10 +165,10 @@ def _whole_block(part: AnswerPart) -> schemas.ContentBlock | None:
 
 
 def _input(arguments: str) -> dict[str, Any] | None:
-    """Returns the input of a tool call, or None if its text is incomplete."""
+    """Returns the input of a tool call, or None if its text is incomplete or nested too deep."""
     try:
         return msgspec.json.decode(arguments or "{}", type=dict[str, Any])
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return None
 
 

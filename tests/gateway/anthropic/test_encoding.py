@@ -3,6 +3,7 @@
 import json
 from typing import Any
 
+import pytest
 from anthropic.lib.streaming._messages import accumulate_event
 from anthropic.types import (
     Message,
@@ -161,8 +162,9 @@ def test_stop_reasons() -> None:
         assert streamed(chunk)[-2][1]["delta"] == {"stop_reason": reason, "stop_sequence": sequence}
 
 
-def test_a_call_that_was_cut_off_is_left_out_of_a_whole_message() -> None:
-    cut = messages.Chunk(id="r", tool_calls=[call(0, "", "f"), call(1, '{"a": "b', "g")])
+@pytest.mark.parametrize("arguments", ['{"a": "b', '{"a": ' + "[" * 5_000 + "]" * 5_000 + "}"], ids=["cut", "deep"])
+def test_a_call_that_can_not_be_read_is_left_out_of_a_whole_message(arguments: str) -> None:
+    cut = messages.Chunk(id="r", tool_calls=[call(0, "", "f"), call(1, arguments, "g")])
     message = whole(cut, end(messages.FinishReason.LENGTH))
     assert message["content"] == [{"type": "tool_use", "id": "c0", "name": "f", "input": {}}]
 
