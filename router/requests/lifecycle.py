@@ -104,6 +104,7 @@ class RequestLifecycle:
         if ticket is not None:
             flight.ticket, flight.rate_limits = ticket, told
         self._flights.add(flight, num_bytes)
+        self._terminals.drop(flight.key)
         self._telemetry.received(flight, headers)
         try:
             if ticket is None:

@@ -126,6 +126,10 @@ class TerminalPublisher:
             self._publish(sent.reply, sent.encoding, sent.chunk)
         return sent is not None
 
+    def drop(self, key: str) -> None:
+        """Forgets a kept terminal, because a later request has its id."""
+        self._sent.pop(key)
+
     def _send(self, flight: Flight, terminal: messages.Chunk) -> None:
         size = self._publish(flight.reply, flight.encoding, terminal)
         weight = max(_OBJECT_GROWTH * size, limits.MAX_ENDED_STREAM_BYTES // _MAX_ENDED)

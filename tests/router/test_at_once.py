@@ -244,6 +244,18 @@ async def test_what_no_worker_would_accept_is_refused_at_once() -> None:
     assert (len(testbed.router.flights), testbed.num_tasks) == (0, 0)
 
 
+async def test_a_terminal_is_not_sent_again_for_a_later_request_of_the_same_id(testbed: Testbed) -> None:
+    lifecycle = testbed.router._lifecycle
+    testbed.ask(token_ids=[1] * 600)
+    assert lifecycle.replay("default:a")
+    testbed.ask()
+    (run,) = testbed.runs()
+    testbed.answer(run, ACCEPTED)
+    await asyncio.sleep(0)
+    lifecycle.finish(testbed.flight)
+    assert not lifecycle.replay("default:a")  # its worker has the terminal
+
+
 async def test_a_request_beyond_a_limit_is_refused_at_once_with_what_is_left_and_when_more_is() -> None:
     testbed = await Testbed(tenant_limits=TenantLimits(tokens_per_minute=6)).open()
     testbed.ask("a", max_tokens=2)
