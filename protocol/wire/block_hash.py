@@ -2,8 +2,9 @@
 
     root hash --block 0--> hash 0 --block 1--> hash 1 --block 2--> hash 2
 
-A block's hash depends on its tokens and on everything before them, so equal hashes mean equal prefixes. It is a hint
-for routing, not an identity: before a worker reuses a block it compares the tokens.
+A block's hash depends on its tokens and on everything before them, so equal hashes mean equal prefixes, unless somebody
+has searched for two that collide, which takes minutes. It is a hint for routing, not an identity: before a worker
+reuses a block it compares the tokens.
 """
 
 import functools

@@ -28,7 +28,7 @@ from tokenbus.worker.contract.contract import CheckpointSizes
 from tokenbus.worker.engine.kv import checkpoint_tree, prefix_tree
 from tokenbus.worker.engine.kv.checkpoint_tree import Checkpoint, CheckpointMatch, TokenRun, recovered_checkpoints
 from tokenbus.worker.engine.kv.ops import Discard, Offload, Onload, OpQueue, RestoreState, SaveState
-from tokenbus.worker.engine.kv.prefix_tree import BlockLabel, Domain, KvEvents, RootName, StoredBlock
+from tokenbus.worker.engine.kv.prefix_tree import BlockLabel, BlockNames, Domain, KvEvents, RootName
 from tokenbus.worker.engine.kv.retention import DEFAULT_LIMITS, Retention, RetentionLimits, SessionKey
 
 
@@ -59,8 +59,8 @@ class Checkpoints:
         self._copy_ids = itertools.count(1)
         self._labels: dict[int, BlockLabel] = {}
         """The labels of the copies made since the labels were last taken, by copy id."""
-        self._stored: dict[int, StoredBlock] = {}
-        self._removed: list[int] = []
+        self._names = BlockNames()
+        """The hashes of the blocks that end at a checkpoint."""
         self.used_bytes = 0
         self.saved = 0
         """Checkpoints made, in total."""
@@ -189,9 +189,7 @@ class Checkpoints:
 
     def take_events(self) -> KvEvents:
         """Returns the blocks that have begun or ceased to end at a checkpoint since the last call."""
-        events = KvEvents(self._removed, list(self._stored.values()))
-        self._removed, self._stored = [], {}
-        return events
+        return self._names.take_events()
 
     def all(self) -> Iterator[Checkpoint]:
         """Yields every checkpoint, including those without a state."""
@@ -264,8 +262,8 @@ class Checkpoints:
         self._discard(one.state_copy)
         one.state_copy = None
         self.used_bytes -= self._sizes.state_copy_bytes(one.end - one.start)
-        if one.hash is not None and self._stored.pop(one.hash, None) is None:
-            self._removed.append(one.hash)
+        if one.hash is not None:
+            self._names.remove(one.hash)
         self._collect(one)
 
     def _collect(self, checkpoint: Checkpoint) -> None:
@@ -295,4 +293,4 @@ class Checkpoints:
         parent = one.root.hash
         hashes = [parent, *block_hash.block_hashes_of_bytes(tokens, self._block_size, parent)]
         one.hash = hashes[-1]
-        self._stored[one.hash] = StoredBlock(hashes[-2], one.hash)
+        self._names.add(hashes[-2], one.hash)

@@ -75,6 +75,42 @@ class KvEvents(NamedTuple):
     stored: list[StoredBlock]
 
 
+class BlockNames:
+    """The hashes of the known full blocks, and the events not yet reported to routers.
+
+    Two blocks may have the same hash: a client that chooses tokens or cache salts finds such blocks in minutes. The
+    hash comes with the first of them, and goes with the last."""
+
+    def __init__(self) -> None:
+        self._counts: dict[int, int] = {}
+        self._stored: dict[int, StoredBlock] = {}
+        self._removed: list[int] = []
+
+    def __repr__(self) -> str:
+        return f"<BlockNames {len(self._counts)}>"
+
+    def add(self, parent: int, name: int) -> None:
+        """Notes a new block, given the hash of the block before it and its own."""
+        count = self._counts.get(name, 0)
+        self._counts[name] = count + 1
+        if not count:
+            self._stored[name] = StoredBlock(parent, name)
+
+    def remove(self, name: int) -> None:
+        """Notes that a block is gone."""
+        if count := self._counts.pop(name) - 1:
+            self._counts[name] = count
+        # A block that came and went since the last report is in neither list.
+        elif self._stored.pop(name, None) is None:
+            self._removed.append(name)
+
+    def take_events(self) -> KvEvents:
+        """Returns the events since the last call."""
+        events = KvEvents(self._removed, list(self._stored.values()))
+        self._removed, self._stored = [], {}
+        return events
+
+
 @dataclasses.dataclass(slots=True, eq=False, repr=False)
 class Block:
     """A node of the tree. `tokens` are its token ids as bytes, `start` and `end` their positions in the sequence."""
@@ -181,7 +217,7 @@ class Root(Block):
 
 
 class PrefixTree:
-    """All known blocks, by domain, and the events not yet reported to routers."""
+    """All known blocks, by domain."""
 
     def __init__(self, block_size: int, fingerprint: str) -> None:
         self._block_size = block_size
@@ -190,8 +226,7 @@ class PrefixTree:
         self._roots: dict[Domain, Root] = {}
         self._recovered_roots: dict[tuple[int, bytes], Root] = {}
         """Roots whose domains are not known yet, by hash and digest."""
-        self._stored: dict[int, StoredBlock] = {}
-        self._removed: list[int] = []
+        self._names = BlockNames()
 
     def __repr__(self) -> str:
         return f"<PrefixTree of {len(self._roots)} domains>"
@@ -250,7 +285,7 @@ class PrefixTree:
         block = parent.children[tokens] = Block(parent, tokens, parent.end, name)
         bisect.insort(parent._keys, tokens)
         if self.is_full(block):
-            self._stored[name] = StoredBlock(parent.hash, name)
+            self._names.add(parent.hash, name)
         return block
 
     def remove(self, leaf: Block) -> None:
@@ -260,17 +295,14 @@ class PrefixTree:
         assert not leaf.children, leaf
         del parent.children[leaf.tokens]
         del parent._keys[bisect.bisect_left(parent._keys, leaf.tokens)]
-        # A block that came and went since the last report is in neither list.
-        if self.is_full(leaf) and self._stored.pop(leaf.hash, None) is None:
-            self._removed.append(leaf.hash)
+        if self.is_full(leaf):
+            self._names.remove(leaf.hash)
         if isinstance(parent, Root):
             self.prune(parent)
 
     def take_events(self) -> KvEvents:
         """Returns the events since the last call."""
-        events = KvEvents(self._removed, list(self._stored.values()))
-        self._removed, self._stored = [], {}
-        return events
+        return self._names.take_events()
 
     def is_full(self, block: Block) -> bool:
         return len(block.tokens) == self._width
