@@ -167,6 +167,8 @@ _BATCH_BYTES = 1024 * 1024
 _REMOTE_PREFILL_BATCH_BLOCKS = 8
 _BATCHES_AHEAD = 4
 """Batches requested before they are read, so that a reader seldom waits for a step."""
+_MAX_BATCHES = 16
+"""The most batches of a lease that are requested or kept. A reader has up to eight blocks in flight."""
 _PATIENCE_S = 0.25
 """A reader that waits this long for a block is told to ask again, which shows that this worker is alive."""
 
@@ -207,14 +209,15 @@ class _OpenLease:
         number, place = divmod(block - self._lease.first, self._batch_size)
         if self.remote_prefill is not None:
             await self.remote_prefill.wait_for(self._end(number))
+        # a reader has at most a few blocks in flight, so anything far away has been read, or is read later
+        near = range(number - _BATCHES_AHEAD, number + _BATCHES_AHEAD)
+        self._batches = {at: batch for at, batch in self._batches.items() if at in near or not batch.done()}
         for ahead in range(number, number + _BATCHES_AHEAD):
-            if ahead not in self._batches and self._start(ahead) < self._lease.end and self._is_there(ahead):
+            is_wanted = ahead not in self._batches and self._start(ahead) < self._lease.end and self._is_there(ahead)
+            if is_wanted and len(self._batches) < _MAX_BATCHES:
                 self._batches[ahead] = tasks.awaited(self._export(ahead))
-        # a reader has at most a few blocks in flight, so anything far behind has been read
-        for old in [one for one in self._batches if one < number - _BATCHES_AHEAD]:
-            del self._batches[old]
-        if (batch := self._batches.get(number)) is None:
-            return NoBlock.GONE
+        if (batch := self._batches.get(number)) is None:  # what was asked for before it comes first
+            return NoBlock.LATER
         blocks = await asyncio.shield(batch)
         return blocks[place] if place < len(blocks) else NoBlock.GONE
 

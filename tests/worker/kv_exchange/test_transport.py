@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -15,7 +15,7 @@ from tokenbus.protocol.bus import connection
 from tokenbus.protocol.bus.bus import Bus
 from tokenbus.protocol.wire import block_hash, codec, internal, subjects
 from tokenbus.worker.broker.own_subjects import OwnSubjects
-from tokenbus.worker.kv_exchange import transport
+from tokenbus.worker.kv_exchange import holder, transport
 from tokenbus.worker.kv_exchange.holder import LEASE_S, UNREAD_S, Holder
 from tokenbus.worker.kv_exchange.transport import BlockTransport, Pace, TransferError
 
@@ -167,6 +167,30 @@ async def test_a_lease_that_nobody_reads_ends_and_its_blocks_with_it(
     with pytest.raises(TransferError) as gone:
         await lease.read(0, NUM_BYTES)
     assert gone.value.outcome == "evicted"
+
+
+@pytest.mark.parametrize("order", [range(40), range(39, -1, -1), [number * 11 % 40 for number in range(40)]])
+@pytest.mark.parametrize("is_stuck", [False, True])
+async def test_a_reader_in_any_order_makes_a_holder_keep_few_blocks(
+    monkeypatch: pytest.MonkeyPatch, order: Sequence[int], is_stuck: bool
+) -> None:
+    monkeypatch.setattr(holder, "_BATCH_BYTES", 1)
+    monkeypatch.setattr(holder, "_PATIENCE_S", 0.001 if is_stuck else 60.0)
+    engine, one = StubEngine(), Holder(lambda epoch: True)
+    engine.blocks = {number: block(number) for number in range(40)}
+    one.engine_changed(serving(engine))
+    lease = await one.grant(request())
+    if is_stuck:
+        engine.gate.clear()
+    for number in order:
+        expected = holder.NoBlock.LATER if is_stuck else block(number)
+        assert await one.read(lease.lease, number) == expected
+        assert len(one._open[lease.lease]._batches) <= 16
+    assert not is_stuck or len(engine.last_exports) <= 1 + 16
+    engine.gate.set()
+    while (found := await one.read(lease.lease, 20)) is holder.NoBlock.LATER:
+        await asyncio.sleep(0)
+    assert found == block(20)
 
 
 async def test_blocks_that_were_evicted_meanwhile_are_gone(ends: tuple[End, End]) -> None:
