@@ -29,7 +29,7 @@ from tokenbus.cli.console.flags import Parser, command_line, dest_of, text_of
 from tokenbus.cli.console.instructions import SystemAddresses
 from tokenbus.cli.console.run_logs import RunLogs
 from tokenbus.cli.console.session import print_error
-from tokenbus.cli.console.supervisor import EXIT_BAD_SETTINGS, ProcessSupervisor, StartError
+from tokenbus.cli.console.supervisor import EXIT_BAD_SETTINGS, ProcessSupervisor, StartError, end_of
 from tokenbus.client.wire.wire_client import WireClient
 from tokenbus.demo import MODEL_PATH, ONNX_PATH
 from tokenbus.gateway.admission import keys
@@ -258,9 +258,9 @@ class LocalSystem:
         if self._logs.problem:
             self._out.write(f"they will be lost there, since they can't be kept: {self._logs.problem}")
         if not self._options.nats:
-            log, store = self._logs.folder / "nats-server.log", self._broker_store()
-            self._broker = await nats_server.start(self._options.port, log, store=store)
+            self._broker = await self._start_broker(self._options.port)
             self._bus = BusSettings(url=self._broker.url)
+            self._supervisor.keep(self._keep_broker(self._broker))
         await self._with_keys(lambda store, _: store.create())
         self._start_processes()
         async with await WireClient.connect(settings=self._bus, prefix=self._settings.prefix) as client:
@@ -273,6 +273,16 @@ class LocalSystem:
                 self._logs.shorten()
                 self._out.show(await self._models(client))
                 await asyncio.sleep(_REFRESH_S)
+
+    async def _start_broker(self, port: int) -> nats_server.NatsServer:
+        """Raises NatsServerError."""
+        return await nats_server.start(port, self._logs.folder / "nats-server.log", store=self._broker_store())
+
+    async def _keep_broker(self, broker: nats_server.NatsServer) -> None:
+        """Starts the broker again at its address whenever it ends. Raises NatsServerError if that fails."""
+        while True:
+            self._out.write(f"nats-server {end_of(await broker.wait())}; restarting")
+            self._broker = broker = await self._start_broker(broker.port)
 
     def _broker_store(self) -> Path | None:
         """Returns the folder for what the embedded broker stores; None if there is nothing to store."""

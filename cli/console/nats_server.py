@@ -10,11 +10,13 @@ import sysconfig
 import tempfile
 import time
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from tokenbus.protocol.process.parent import end_with_parent
 
 _HOST = "127.0.0.1"
 _START_TIMEOUT_S = 10.0
+_POLL_S = 0.1
 _GREETING = b"INFO "
 _GREETING_TIMEOUT_S = 0.5
 DEFAULTS = 'ping_interval: "1s"\nping_max: 2\n'
@@ -50,8 +52,18 @@ class NatsServer:
         return self._process.pid
 
     @property
+    def port(self) -> int:
+        return urlsplit(self.url).port or 0
+
+    @property
     def is_running(self) -> bool:
         return self._process.poll() is None
+
+    async def wait(self) -> int:
+        """Waits until the server has ended and returns its return code, negative if a signal ended it."""
+        while (status := self._process.poll()) is None:  # noqa: ASYNC110  # it is no process of the event loop's
+            await asyncio.sleep(_POLL_S)
+        return status
 
     def kill(self) -> None:
         """Ends the server at once, like a crash."""

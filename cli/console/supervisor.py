@@ -8,8 +8,9 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
+from typing import Any
 
 from tokenbus.protocol import tasks
 from tokenbus.protocol.process.parent import end_with_parent
@@ -24,6 +25,14 @@ _FIRST_PAUSE_S = 0.2
 _LONGEST_PAUSE_S = 10.0
 _HEALTHY_AFTER_S = 30.0
 """After a process has run this long, its restarts begin with the first pause again."""
+
+
+_SIGNALS = {one.value: one.name for one in signal.Signals}
+
+
+def end_of(status: int) -> str:
+    """Says how a process ended, given its return code: negative if a signal did it."""
+    return f"exited with status {status}" if status >= 0 else f"was killed by {_SIGNALS.get(-status, -status)}"
 
 
 class StartError(RuntimeError):
@@ -65,16 +74,19 @@ class SupervisedProcess:
         pause_s, was_healthy = _FIRST_PAUSE_S, False
         while True:
             began = time.monotonic()
-            self._process = await self._start()
-            status = await self._process.wait()
-            was_healthy = was_healthy or time.monotonic() - began > _HEALTHY_AFTER_S
-            if status == EXIT_BAD_SETTINGS and not was_healthy:
-                raise StartError(self._last_words() or f"{self.name} wrote nothing to {self._log_path}")
+            try:
+                self._process = await self._start()
+            except OSError as error:  # for now there is no memory, no process id, or no space for its log
+                problem = f"can't be started ({error.strerror})"
+            else:
+                status = await self._process.wait()
+                was_healthy = was_healthy or time.monotonic() - began > _HEALTHY_AFTER_S
+                if status == EXIT_BAD_SETTINGS and not was_healthy:
+                    raise StartError(self._last_words() or f"{self.name} wrote nothing to {self._log_path}")
+                problem = f"{end_of(status)} ({self._last_words() or f'see {self._log_path}'})"
             # Pauses double as long as the process keeps failing soon after its start.
             pause_s = _FIRST_PAUSE_S if time.monotonic() - began > _HEALTHY_AFTER_S else pause_s
-            end = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
-            reason = self._last_words() or f"see {self._log_path}"
-            self._report(f"{self.name} {end} ({reason}); restarting in {pause_s:g} s")
+            self._report(f"{self.name} {problem}; restarting in {pause_s:g} s")
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
@@ -100,6 +112,7 @@ class SupervisedProcess:
             await self._process.wait()
 
     async def _start(self) -> asyncio.subprocess.Process:
+        self._log_path.parent.mkdir(parents=True, exist_ok=True)  # someone may have tidied up
         with self._log_path.open("ab") as log:
             self._log_start = log.tell()
             return await asyncio.create_subprocess_exec(
@@ -119,12 +132,15 @@ class SupervisedProcess:
     def _last_words(self) -> str:
         """Returns the last line that was written for people since the last start, or else the last one that is not a
         structured log line; nothing if there is neither."""
-        with self._log_path.open("rb") as log:
-            size = self._log_path.stat().st_size
-            start = self._log_start if self._log_start <= size else 0  # it has been shortened since
-            begin = max(start, size - _MAX_LAST_WORDS)
-            log.seek(begin)
-            text = log.read().decode(errors="replace")
+        try:
+            with self._log_path.open("rb") as log:
+                size = os.fstat(log.fileno()).st_size
+                start = self._log_start if self._log_start <= size else 0  # it has been shortened since
+                begin = max(start, size - _MAX_LAST_WORDS)
+                log.seek(begin)
+                text = log.read().decode(errors="replace")
+        except OSError:  # it has been removed since
+            return ""
         if begin > start:
             text = text.partition("\n")[2]  # it began within a line
         lines = text.strip().splitlines()
@@ -149,10 +165,14 @@ class ProcessSupervisor:
         """Starts a process and keeps it running."""
         process = SupervisedProcess(name, arguments, self._log_folder / f"{name}.log", self._report, fds)
         self.processes.append(process)
-        self._tasks.append(tasks.awaited(process.supervise()))
+        self.keep(process.supervise())
+
+    def keep(self, supervise: Coroutine[Any, Any, None]) -> None:
+        """Runs what looks after another process, until `stop`."""
+        self._tasks.append(tasks.awaited(supervise))
 
     def check(self) -> None:
-        """Raises StartError if a process has given up."""
+        """Raises StartError if a process has given up, and what was raised by what else is kept running."""
         for task in self._tasks:
             if task.done():
                 task.result()

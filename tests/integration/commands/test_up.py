@@ -67,15 +67,40 @@ def test_up_ends_in_order_once_nothing_reads_its_output(tmp_path: Path) -> None:
     process.stderr.close()
 
 
+def until_answered(url: str, process: "subprocess.Popen[bytes]") -> None:
+    """Asks until a request is answered, while `up` is running."""
+    asked = ("generate", "--nats", url, "--temperature", "0", "What is 12 + 30?")
+    while subprocess.run(command(*asked), capture_output=True, check=False).stdout != b"12 + 30 = 42.\n":
+        assert process.poll() is None
+
+
+def broker_of(pid: int) -> int:
+    """The pid of the broker that a process has started."""
+    started = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return next(int(one) for one in started if "nats-server" in Path(f"/proc/{one}/comm").read_text())
+
+
+def test_a_broker_that_is_killed_is_started_again_and_serves_what_was_stored(tmp_path: Path) -> None:
+    variables = {"XDG_STATE_HOME": str(tmp_path / "state")}
+    with Terminal(command(*UP, "--keys"), variables, columns=200) as terminal:
+        shown = terminal.until(LAST_LINE)
+        (url,) = {*re.findall(r"nats://\S+", shown)}
+        os.kill(broker_of(terminal.process.pid), signal.SIGKILL)
+        terminal.until("nats-server was killed by SIGKILL; restarting")
+        until_answered(url, terminal.process)
+        keys = subprocess.run(command("keys", "list", "--nats", url), capture_output=True, text=True, check=True)
+        assert "first operator" in keys.stdout
+        terminal.signal(signal.SIGINT)
+        assert terminal.wait() == 0
+
+
 def test_a_full_disk_does_not_end_it(tmp_path: Path) -> None:
     with open("/dev/full", "w") as full, socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
         free.close()
         arguments = ("up", "--port", port, "--workers", "1", "--no-gateway")
         process = subprocess.Popen(command(*arguments), env=environment(), stdout=full, stderr=subprocess.PIPE)
-        asked = ("generate", "--nats", f"nats://127.0.0.1:{port}", "--temperature", "0", "What is 12 + 30?")
-        while subprocess.run(command(*asked), capture_output=True, check=False).stdout != b"12 + 30 = 42.\n":
-            assert process.poll() is None
+        until_answered(f"nats://127.0.0.1:{port}", process)
         process.send_signal(signal.SIGINT)
         _, said = process.communicate(timeout=60)
         assert b"Traceback" not in said
