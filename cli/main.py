@@ -7,6 +7,7 @@ import sys
 
 from tokenbus.cli.console import catalog, config, needs
 from tokenbus.cli.console.flags import Parser, UsageError, did_you_mean
+from tokenbus.cli.console.plain_text import printable
 from tokenbus.cli.console.supervisor import EXIT_BAD_SETTINGS
 from tokenbus.protocol import extras
 
@@ -79,7 +80,7 @@ def _version() -> int:
 
 
 def _print_error(line: str) -> None:
-    print(line, file=sys.stderr)
+    print(printable(line), file=sys.stderr)
 
 
 def _check_arguments(arguments: list[str]) -> None:

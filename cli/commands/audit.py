@@ -12,7 +12,8 @@ import msgspec
 from tokenbus.cli.console import arguments, connection_flags, moments
 from tokenbus.cli.console.arguments import ArgumentType
 from tokenbus.cli.console.flags import Parser
-from tokenbus.cli.console.session import EXIT_INTERRUPTED, print_error, printable
+from tokenbus.cli.console.plain_text import printable
+from tokenbus.cli.console.session import EXIT_INTERRUPTED, print_error
 from tokenbus.protocol.access import audit
 from tokenbus.protocol.access.audit import AuditRecord
 from tokenbus.protocol.access.audit_log import AuditLog, StoredRecord

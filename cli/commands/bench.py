@@ -14,6 +14,7 @@ from rich.console import Console
 from tokenbus.cli.console import connection_flags, load_flags, session
 from tokenbus.cli.console.flags import Parser
 from tokenbus.cli.console.load_flags import TO_STANDARD_OUTPUT, plan_of
+from tokenbus.cli.console.plain_text import printable
 from tokenbus.cli.console.session import EXIT_INTERRUPTED, with_client
 from tokenbus.client.wire.wire_client import WireClient
 from tokenbus.protocol import tasks
@@ -101,7 +102,7 @@ class Bench:
         self._console.print(f"[bold]{run.point}[/bold]")
         self._console.print(run_table(run))
         for line in run_lines(run):
-            self._console.print(line, markup=False)
+            self._console.print(printable(line), markup=False)
         self._console.print()
 
     def _report(self, fitted: FittedWorkload, began_at: datetime.datetime) -> LoadReport:

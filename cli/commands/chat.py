@@ -14,6 +14,7 @@ from tokenbus.cli.commands import generate
 from tokenbus.cli.console import answers, arguments, session, state
 from tokenbus.cli.console.chat_history import ChatHistory
 from tokenbus.cli.console.flags import Parser
+from tokenbus.cli.console.plain_text import printable
 from tokenbus.cli.console.session import EXIT_INTERRUPTED, decode_utf8, print_request_error, with_client
 from tokenbus.client.answer import Answer
 from tokenbus.client.wire.request_fields import ChatMessageFields
@@ -121,7 +122,7 @@ async def _chat(options: argparse.Namespace, client: WireClient) -> int:
     assert task is not None
     # Ended from outside, the terminal must be left as it was; Ctrl-C is a key that the editor reads.
     with signals.on_stop(task.cancel, signals=[signal.SIGTERM, *signals.HANGUP]):
-        _say(f"Chatting with {model}. /help shows what can be typed, Ctrl-D leaves.")
+        _say(f"Chatting with {printable(model)}. /help shows what can be typed, Ctrl-D leaves.")
         status = await _converse(options, client, model, editor)
     if editor.problem:
         _say(f"these messages are not kept for the next chat: {editor.problem}")

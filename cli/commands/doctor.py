@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from tokenbus.cli.console import arguments, connection_flags, hub_flags, needs, session
 from tokenbus.cli.console.flags import Parser
+from tokenbus.cli.console.plain_text import printable
 from tokenbus.client.wire.wire_client import WireClient
 from tokenbus.protocol import extras
 from tokenbus.protocol.bus import connection as nats
@@ -104,7 +105,7 @@ async def _run(options: argparse.Namespace) -> int:
 
 def _print(finding: Finding) -> None:
     advice = f"\n          {finding.advice}" if finding.advice else ""
-    print(f"{finding.mark:<6}{finding.what}{advice}", flush=True)
+    print(printable(f"{finding.mark:<6}{finding.what}{advice}", lines=True), flush=True)
 
 
 async def _all_findings(options: argparse.Namespace) -> AsyncIterator[Finding]:

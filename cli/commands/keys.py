@@ -16,7 +16,8 @@ from typing import Any
 from tokenbus.cli.console import arguments, audit_flags, connection_flags, key_flags, key_table, moments
 from tokenbus.cli.console.arguments import ArgumentType
 from tokenbus.cli.console.flags import Parser, UsageError
-from tokenbus.cli.console.session import EXIT_INTERRUPTED, print_error, printable
+from tokenbus.cli.console.plain_text import printable
+from tokenbus.cli.console.session import EXIT_INTERRUPTED, print_error
 from tokenbus.client.wire.wire_client import WireClient
 from tokenbus.protocol.access import key_audit, key_changes, keys
 from tokenbus.protocol.access.audit_log import AuditSettings

@@ -8,6 +8,7 @@ from typing import Any
 
 from tokenbus.cli.console import arguments, connection_flags, worker_control
 from tokenbus.cli.console.flags import Parser
+from tokenbus.cli.console.plain_text import printable
 from tokenbus.cli.console.session import print_error, print_request_error, with_client
 from tokenbus.client.wire.wire_client import WireClient
 from tokenbus.protocol.wire import internal
@@ -73,7 +74,7 @@ async def _load(options: argparse.Namespace, client: WireClient) -> int:
             assert reply.error is not None
             return await print_request_error(client, None, reply.error)
         if reply.worker_ids:
-            print(f"serving as {', '.join(reply.worker_ids)}")
+            print(printable(f"serving as {', '.join(reply.worker_ids)}"))
             return 0
         if reply.progress is not None and sys.stderr.isatty():
             print(f"\rloading {reply.progress:.0%} ", end="", file=sys.stderr, flush=True)

@@ -11,6 +11,7 @@ from rich.table import Table
 from tokenbus.cli.commands import top
 from tokenbus.cli.console import arguments, connection_flags, hub_flags
 from tokenbus.cli.console.flags import Parser
+from tokenbus.cli.console.plain_text import cells, printable
 from tokenbus.cli.console.session import with_client
 from tokenbus.client.wire.wire_client import WireClient
 from tokenbus.protocol import extras
@@ -67,22 +68,28 @@ async def _list(options: argparse.Namespace, client: WireClient) -> int:
         return 0
     table = _summary_table(reply.models) if options.summary else _worker_table(reply.models)
     Console().print(table if reply.models else "no model is being served")
+    for line in _lines(reply):
+        print(printable(line))
+    return 0
+
+
+def _lines(reply: messages.ModelsReply) -> Iterator[str]:
+    """Yields what is printed below the table."""
     if reply.summary is not UNSET:
-        print(top.counts_text(reply.summary))
+        yield top.counts_text(reply.summary)
     for served in reply.models:
-        print(f"features of {served.model}: {' '.join(served.features)}")
+        yield f"features of {served.model}: {' '.join(served.features)}"
         if served.adapters:
-            print(f"adapters of {served.model}: {', '.join(adapters_of(served))}")
+            yield f"adapters of {served.model}: {', '.join(adapters_of(served))}"
         made = {str(card.embeddings) for card in served.workers or [] if card.embeddings is not None}
         for text in sorted(made):
-            print(f"embeddings of {served.model}: {text}")
+            yield f"embeddings of {served.model}: {text}"
     for served in reply.models:
         for card in sorted(served.workers or [], key=lambda card: card.worker_id):
             if card.health is not None:
-                print(f"{card.worker_id}: {health_text(card.health)}")
+                yield f"{card.worker_id}: {health_text(card.health)}"
     for refused in reply.router.refused_cards if reply.router else []:
-        print(f"refused: {refused.worker_id} of {refused.model}: {refused.reason}")
-    return 0
+        yield f"refused: {refused.worker_id} of {refused.model}: {refused.reason}"
 
 
 def _summary_table(models: list[messages.ServedModel]) -> Table:
@@ -91,7 +98,7 @@ def _summary_table(models: list[messages.ServedModel]) -> Table:
         counts = served.summary or messages.WorkerCounts(workers=0, states={}, running=0, waiting=0, generated_tokens=0)
         engines = ", ".join(served.engines or [])
         numbers = (top.counts_text(counts), str(counts.running), str(counts.waiting))
-        table.add_row(served.model, str(served.context_length), engines, *numbers)
+        table.add_row(*cells(served.model, str(served.context_length), engines, *numbers))
     return table
 
 
@@ -101,7 +108,7 @@ def _worker_table(models: list[messages.ServedModel]) -> Table:
         for card in sorted(served.workers or [], key=lambda card: card.worker_id):
             load = card.load or messages.Load()
             is_silent = card.watched is not None and card.watched.events == "silent"
-            table.add_row(
+            row = cells(
                 served.model,
                 str(served.context_length),
                 card.worker_id,
@@ -110,6 +117,7 @@ def _worker_table(models: list[messages.ServedModel]) -> Table:
                 str(load.running),
                 str(load.waiting),
             )
+            table.add_row(*row)
         if not served.workers:
-            table.add_row(served.model, str(served.context_length))
+            table.add_row(*cells(served.model, str(served.context_length)))
     return table

@@ -15,9 +15,11 @@ import msgspec
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
 from tokenbus.cli.console import arguments, connection_flags, keyboard
 from tokenbus.cli.console.flags import Parser
+from tokenbus.cli.console.plain_text import cells, printable
 from tokenbus.cli.console.session import with_client
 from tokenbus.client.wire.fleet_picture import FleetPicture
 from tokenbus.client.wire.fleet_viewer import FleetViewer
@@ -158,16 +160,17 @@ def make_table(
     """Returns a table of the workers from `first` on, at most `most`, with as many columns as fit into `width`
     characters; below it are the sums of all."""
     page = rows[first:] if most is None else rows[first : first + most]
-    cells = [_cells(row) for row in page]
+    rows_of_cells = [{name: printable(text) for name, text in _cells(row).items()} for row in page]
     table = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0))
-    shown = _columns_that_fit(cells, width)
+    shown = _columns_that_fit(rows_of_cells, width)
     for name in shown:
         table.add_column(name, no_wrap=True)
-    for row in cells:
-        table.add_row(*(row[name] for name in shown))
+    for row in rows_of_cells:
+        table.add_row(*cells(*(row[name] for name in shown)))
     about_routers = itertools.chain(*map(_router_lines, routers))
     told = limits[:_MAX_LIMITS]
-    table.caption = "\n".join((*_sums(rows, first, len(page)), *about_routers, *map(limits_text, told)))
+    lines = (*_sums(rows, first, len(page)), *about_routers, *map(limits_text, told))
+    table.caption = Text("\n".join(map(printable, lines)))
     return table
 
 
@@ -358,7 +361,7 @@ def _is_screen() -> bool:
 async def _watch(viewer: FleetViewer, pages: _Pages, live: Live, options: argparse.Namespace) -> None:
     while True:
         pages.turned.clear()
-        shown: Table | str = f"the fleet can't be seen: {viewer.problem or _UNSEEN}"
+        shown: Table | Text = Text(f"the fleet can't be seen: {printable(viewer.problem or _UNSEEN)}")
         if viewer.picture.is_complete and not viewer.problem:
             rows = rows_of(viewer.picture, options.model)
             routers = viewer.picture.routers()
@@ -379,8 +382,8 @@ def _to_json(row: Row) -> dict[str, object]:
     return row._asdict() | {"memory": memory}
 
 
-def _no_workers(model: str | None) -> str:
-    return "no model is being served" if model is None else f"no worker serves the model {model}"
+def _no_workers(model: str | None) -> Text:
+    return Text("no model is being served" if model is None else f"no worker serves the model {printable(model)}")
 
 
 async def _show_once(viewer: FleetViewer, options: argparse.Namespace) -> int:

@@ -10,7 +10,8 @@ import msgspec
 from tokenbus.cli.console import arguments, connection_flags, text_table
 from tokenbus.cli.console.arguments import above, whole
 from tokenbus.cli.console.flags import Parser, UsageError
-from tokenbus.cli.console.session import print_error, printable, with_client
+from tokenbus.cli.console.plain_text import printable
+from tokenbus.cli.console.session import print_error, with_client
 from tokenbus.client.wire import trace_story
 from tokenbus.client.wire.trace_reader import RoutedTrace, bare_id
 from tokenbus.client.wire.wire_client import WireClient

@@ -11,7 +11,8 @@ from typing import Any
 from tokenbus.cli.console import arguments, connection_flags, text_table
 from tokenbus.cli.console.arguments import ArgumentType
 from tokenbus.cli.console.flags import Parser, UsageError
-from tokenbus.cli.console.session import EXIT_INTERRUPTED, print_error, printable
+from tokenbus.cli.console.plain_text import printable
+from tokenbus.cli.console.session import EXIT_INTERRUPTED, print_error
 from tokenbus.protocol.access import usage
 from tokenbus.protocol.access.usage import Counts, Dimension, UsageQuery, UsageRow
 from tokenbus.protocol.access.usage_store import BUCKET, UsageReport, UsageStore

@@ -7,6 +7,7 @@ from functools import partial
 from tokenbus.cli.console import connection_flags, session
 from tokenbus.cli.console.arguments import SWITCH, TEXT, real, text
 from tokenbus.cli.console.flags import Parser
+from tokenbus.cli.console.plain_text import printable
 from tokenbus.conformance.probing.assertions import BrokenError, Message
 from tokenbus.conformance.probing.exchange import DEFAULT_WAIT_S, Exchange
 from tokenbus.conformance.probing.link import ProbeLink
@@ -61,7 +62,7 @@ async def _check(options: argparse.Namespace, rules: list[Rule]) -> int:
         make_probe = partial(Probe, link, names, options.tenant, options.inbox_prefix, target, options.wait_s)
         outcomes = []
         async for outcome in run_all(rules, make_probe, _WAITS_OF_A_RULE * options.wait_s):
-            print(json_line(outcome) if options.json else line(outcome), flush=True)
+            print(json_line(outcome) if options.json else printable(line(outcome), lines=True), flush=True)
             outcomes.append(outcome)
     finally:
         await link.close()

@@ -9,6 +9,7 @@ import msgspec
 
 from tokenbus.cli.console.arguments import COUNT, PATH, SWITCH, TEXT, one_of, text
 from tokenbus.cli.console.flags import Parser
+from tokenbus.cli.console.plain_text import printable
 from tokenbus.client.answer import Answer, AnswerBuilder
 from tokenbus.client.wire.chunk_stream import ChunkStream
 from tokenbus.protocol.wire import errors, messages
@@ -98,7 +99,8 @@ async def print_stream(stream: ChunkStream) -> tuple[messages.Chunk, Answer]:
         counts += f" ({usage.reasoning_tokens} of reasoning)"
     times = f", first after {timings.ttft_ms:.0f} ms, all in {timings.total_ms:.0f} ms" if timings else ""
     by = f", stopped by {chunk.stopped_by}" if chunk.stopped_by else ""
-    print(f"[{chunk.finish_reason}{by}{counts}{times}, {chunk.worker_id or 'router'}]", file=sys.stderr)
+    by_whom = printable(chunk.worker_id or "router")
+    print(f"[{chunk.finish_reason}{by}{counts}{times}, {by_whom}]", file=sys.stderr)
     return chunk, answer
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from tokenbus.cli.console import text_table
 from tokenbus.cli.console.moments import text_of_moment
-from tokenbus.cli.console.session import printable
+from tokenbus.cli.console.plain_text import printable
 from tokenbus.protocol.access.keys import KeyLimits, KeyRecord
 
 _HEAD = ("id", "tenant", "name", "role", "models", "limits", "expires", "state")

@@ -10,6 +10,7 @@ from rich.live import Live
 from rich.table import Table
 
 from tokenbus.cli.console.instructions import SystemAddresses, instructions
+from tokenbus.cli.console.plain_text import cells, printable
 from tokenbus.protocol.wire import messages
 
 
@@ -96,9 +97,9 @@ class PlainScreen(Screen):
         states = _states(reply)
         for name, state in states.items():
             if self._states.get(name) != state:
-                self.write(f"{name} is {state}")
+                self.write(printable(f"{name} is {state}"))
         for name in self._states.keys() - states.keys():
-            self.write(f"{name} is gone")
+            self.write(printable(f"{name} is gone"))
         self._states = states
 
 
@@ -147,7 +148,7 @@ def _table(reply: messages.ModelsReply) -> Table:
     for served in reply.models:
         for card in served.workers or []:
             load = card.load or messages.Load()
-            table.add_row(
+            row = cells(
                 card.worker_id,
                 served.model,
                 card.shown_state,
@@ -156,4 +157,5 @@ def _table(reply: messages.ModelsReply) -> Table:
                 str(load.used_blocks),
                 f"{card.pids.front}, {card.pids.engine}",
             )
+            table.add_row(*row)
     return table

@@ -9,6 +9,7 @@ import msgspec
 
 from tokenbus.cli.console import arguments, connection_flags
 from tokenbus.cli.console.flags import Flag
+from tokenbus.cli.console.plain_text import printable
 from tokenbus.cli.console.supervisor import EXIT_BAD_SETTINGS
 from tokenbus.client.wire.wire_client import WireClient
 from tokenbus.protocol.telemetry import logs
@@ -79,8 +80,9 @@ async def print_request_error(client: WireClient, model: str | None, error: erro
 
 
 def print_error(text: str, status: int = 1) -> int:
-    """Prints an error; returns the exit status."""
-    print(f"tokenbus: {text}", file=sys.stderr)
+    """Prints an error, which may be somebody else's; returns the exit status."""
+    for line in text.splitlines():
+        print(f"tokenbus: {printable(line)}", file=sys.stderr)
     return status
 
 
@@ -90,8 +92,3 @@ def decode_utf8(data: bytes, source: str) -> str:
         return data.decode()
     except UnicodeDecodeError as error:
         raise ValueError(f"{source} is not UTF-8: byte {error.start + 1} of it is {data[error.start]:#04x}") from error
-
-
-def printable(text: str) -> str:
-    """Returns a text, which somebody else has chosen, without what a terminal could take for a command."""
-    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)

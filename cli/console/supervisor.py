@@ -12,6 +12,7 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
+from tokenbus.cli.console.plain_text import printable
 from tokenbus.protocol import tasks
 from tokenbus.protocol.process.parent import end_with_parent
 
@@ -86,7 +87,7 @@ class SupervisedProcess:
                 problem = f"{end_of(status)} ({self._last_words() or f'see {self._log_path}'})"
             # Pauses double as long as the process keeps failing soon after its start.
             pause_s = _FIRST_PAUSE_S if time.monotonic() - began > _HEALTHY_AFTER_S else pause_s
-            self._report(f"{self.name} {problem}; restarting in {pause_s:g} s")
+            self._report(printable(f"{self.name} {problem}; restarting in {pause_s:g} s"))
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
