@@ -5,13 +5,14 @@ completion that another worker began continues in the same way: its tokens are t
 depends on them, such as held-back text, is as if they had been sampled here."""
 
 import asyncio
+import time
 from array import array
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from msgspec import UNSET
 
-from tokenbus.protocol.wire import codec, errors, messages
+from tokenbus.protocol.wire import codec, errors, limits, messages
 from tokenbus.protocol.wire.traces import GAP_BUCKETS
 from tokenbus.worker.chat_format.chat_rules import ChatRules
 from tokenbus.worker.chat_format.parsing import deltas
@@ -107,6 +108,12 @@ _FAILURES = {
 
 
 _TOO_COSTLY = "could not be followed to its end; make it simpler or less ambiguous"
+_MAX_RESUME_S = 0.8 * limits.ACCEPT_TIMEOUT_S
+"""The time for reading resumed tokens. It blocks the event loop, and an accept that comes later comes too late: the
+router asks the next worker, and one that stands still for three times as long gives up all its streams. Most tokens
+take 5 microseconds, those of many small tool calls 25."""
+_TOKENS_AT_ONCE = 2_048
+"""Resumed tokens that are read before the time is checked."""
 
 
 class _Ending(NamedTuple):
@@ -171,8 +178,8 @@ class Generation:
     def resume(self, end_token_ids: Sequence[int]) -> None:
         """Resumes the completion that the request continues: hands out its tokens, with their text.
 
-        Raises RequestError, and hands out nothing, if the completion ends before the last of them. If it ends with the
-        last one, it is complete: call `end_resumed`, and give it to no engine."""
+        Raises RequestError, and hands out nothing, if the completion ends before the last of them, or takes too long to
+        read. If it ends with the last one, it is complete: call `end_resumed`, and give it to no engine."""
         resumed = self.request.resumed
         if resumed is None:
             return
@@ -277,7 +284,14 @@ class Generation:
 
         All of it blocks the worker's event loop, so the work per token matters: there may be 100,000."""
         before, last = token_ids[:-1], token_ids[-1]
-        texts = self._detokenizer.push_all(before)
+        texts: list[str] = []
+        began_s = time.monotonic()
+        for at in range(0, len(before), _TOKENS_AT_ONCE):
+            some = before[at : at + _TOKENS_AT_ONCE]
+            texts += self._detokenizer.push_all(some)
+            if len(texts) < at + len(some):  # a stop string is complete
+                break
+            _check_time(began_s, len(texts), token_ids)
         finishing = (place for place, token_id in enumerate(before) if rule.finish_reason(token_id, place + 1))
         place = min(len(texts), next(finishing, len(before)))
         if place < len(before):
@@ -292,9 +306,12 @@ class Generation:
         assert self._reader is not None
         texts: list[str] = []
         parts: dict[int, engine_output.AnswerParts] = {}
+        began_s = time.monotonic()
         for place, token_id in enumerate(token_ids):
             if self._ending is not None:
                 raise _ends_early(place - 1, token_ids)
+            if place % _TOKENS_AT_ONCE == 0:
+                _check_time(began_s, place, token_ids)
             text, self._ending = self._add_text(token_id, rule.finish_reason(token_id, place + 1))
             texts.append(text)
             if self._reader.has_parts:
@@ -404,6 +421,13 @@ class Generation:
 def _ends_early(place: int, token_ids: Sequence[int]) -> errors.RequestError:
     problem = f"the completion ends with token {place + 1} of the {len(token_ids)} given ones"
     return errors.request_error(errors.Code.INVALID_REQUEST, problem, param="resume_from")
+
+
+def _check_time(began_s: float, num_read: int, token_ids: Sequence[int]) -> None:
+    """Raises RequestError if reading resumed tokens, which began at `began_s`, takes too long."""
+    if time.monotonic() - began_s > _MAX_RESUME_S:
+        problem = f"resume_from: its {len(token_ids)} tokens take too long to read, the first {num_read} alone did"
+        raise errors.request_error(errors.Code.UNSUPPORTED, problem, param="resume_from")
 
 
 def _ms(seconds: float) -> float:

@@ -7,13 +7,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.worker.engine_client.test_resumed_generation import after
-from tokenbus.protocol.wire import messages
+from tokenbus.protocol.wire import errors, messages
 from tokenbus.worker.chat_format.chat_rules import ChatRules
 from tokenbus.worker.contract import engine_output, engine_request
 from tokenbus.worker.contract.chat_format import Calls, ChatFormat, Kind, Reasoning
 from tokenbus.worker.contract.contract import StreamValidator
 from tokenbus.worker.engine.process import ipc
 from tokenbus.worker.engine.scheduling.sequence import FinishRule
+from tokenbus.worker.engine_client import generation
 from tokenbus.worker.engine_client.generation import AnswerReader, Generation
 
 PIECES = [
@@ -189,3 +190,11 @@ def test_an_answer_continued_at_any_place_is_the_undisturbed_one(
     assert again.parts[: len(sampled) - 1] == whole.parts[: len(sampled) - 1]
     assert again.terminal.finish_reason is whole.terminal.finish_reason
     assert again.terminal.usage == whole.terminal.usage
+
+
+def test_given_tokens_that_take_too_long_to_read_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Markers take longest: 100,000 of them took more than two seconds, and a frontend may stand still for 1.5."""
+    monkeypatch.setattr(generation, "_MAX_RESUME_S", 0.01)
+    with pytest.raises(errors.RequestError) as refused:
+        Answering(max_tokens=100_000, resumed=after(*[CALL, LINE] * 10_000))
+    assert (refused.value.error.code, refused.value.error.param) == (errors.Code.UNSUPPORTED, "resume_from")

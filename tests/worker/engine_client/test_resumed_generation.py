@@ -9,6 +9,7 @@ from tokenbus.worker.contract import engine_output, engine_request
 from tokenbus.worker.contract.contract import StreamValidator
 from tokenbus.worker.engine.process import ipc
 from tokenbus.worker.engine.scheduling.sequence import FinishRule
+from tokenbus.worker.engine_client import generation
 from tokenbus.worker.engine_client.generation import Generation
 
 PIECES = [b"", b"a", b"b", b"ST", b"OP", b"\xe2\x82", b"\xac", b"c "]
@@ -174,6 +175,26 @@ def test_a_completion_that_ends_before_its_last_given_token_is_refused(
         Generation(request, outputs.append, PIECES, accepted_at=0.0).resume([EOS])
     assert (caught.value.error.code, caught.value.error.param) == (errors.Code.INVALID_REQUEST, "resume_from")
     assert not outputs
+
+
+@pytest.mark.parametrize("count", [3, 4, 5, 8])
+def test_given_tokens_are_read_in_pieces_as_if_they_were_one(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    monkeypatch.setattr(generation, "_TOKENS_AT_ONCE", 4)
+    engine = Engine("STOP", "zz", resumed=after(*[A] * (count - 1), ST))
+    engine.sample(C, B)
+    assert engine.texts == ["a"] * (count - 1) + ["", "STc ", "b"]
+    with pytest.raises(errors.RequestError) as refused:
+        Engine("STOP", resumed=after(*[A] * (count - 2), ST, OP, A, B, A, A, A))
+    assert refused.value.error.message == f"the completion ends with token {count} of the {count + 5} given ones"
+
+
+def test_given_tokens_that_take_too_long_to_read_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A frontend that reads for too long would give up the streams of all others."""
+    monkeypatch.setattr(generation, "_MAX_RESUME_S", -1.0)
+    with pytest.raises(errors.RequestError) as refused:
+        Engine(resumed=after(A, A))
+    assert refused.value.error.code is errors.Code.UNSUPPORTED
+    assert refused.value.error.param == "resume_from"
 
 
 def test_what_the_first_worker_did_counts_in_usage_and_timings() -> None:
