@@ -6,6 +6,7 @@ import json
 import time
 import urllib.request
 from collections.abc import Awaitable, Callable, Mapping
+from http.client import HTTPException
 from typing import Any, NoReturn
 
 import jwt
@@ -30,6 +31,8 @@ _TIMEOUT_S = 5.0
 _MAX_BYTES = 1024 * 1024
 _MAX_KEYS = 64
 _MAX_SUBJECT_CHARS = 64
+_FAILURES = (OSError, HTTPException, ValueError, KeyError, TypeError, AttributeError, RecursionError)
+"""Ways in which an issuer can't be reached, or its answer can't be read."""
 _BY_POWER = (Role.OPERATOR, Role.USER, Role.VIEWER)
 
 
@@ -43,7 +46,7 @@ class OidcTokens:
         fetch: Callable[[str], Awaitable[bytes]] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`fetch` returns what is at a URL, and raises OSError or ValueError."""
+        """`fetch` returns what is at a URL, and raises OSError, ValueError or HTTPException."""
         self._settings = settings
         self._default_tenant = default_tenant
         self._fetch = fetch or _fetch
@@ -100,7 +103,10 @@ class OidcTokens:
 
     async def _key(self, kid: str) -> jwt.PyJWK:
         """Returns a public key of the issuer. Raises KeyRefusedError."""
-        if kid not in self._keys or self._clock() - self._fetched_at >= _KEPT_S:
+        age_s = self._clock() - self._fetched_at
+        is_usable = kid in self._keys and age_s < _STALE_S
+        # an issuer that does not answer holds up one token at a time, as long as its keys last
+        if (not is_usable or age_s >= _KEPT_S) and not (is_usable and self._asking.locked()):
             async with self._asking:
                 if self._clock() - self._asked_at >= _LEAST_INTERVAL_S:
                     await self._ask()
@@ -112,7 +118,6 @@ class OidcTokens:
 
     async def _ask(self) -> None:
         """Fetches the issuer's keys; keeps the ones before if that fails."""
-        self._asked_at = self._clock()
         issuer = self._settings.issuer
         try:
             found = json.loads(await self._fetch(f"{issuer.rstrip('/')}/.well-known/openid-configuration"))
@@ -122,8 +127,10 @@ class OidcTokens:
             entries = json.loads(await self._fetch(found["jwks_uri"]))["keys"]
             self._keys = _read_keys(entries[:_MAX_KEYS])
             self._fetched_at = self._clock()
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except _FAILURES as error:
             structlog.get_logger().warning("issuer_unreachable", url=issuer, error=f"{type(error).__name__}: {error}")
+        finally:
+            self._asked_at = self._clock()  # it may have taken longer than the interval, and others wait
 
 
 def _read_keys(entries: list[dict[str, Any]]) -> dict[str, jwt.PyJWK]:

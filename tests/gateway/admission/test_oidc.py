@@ -1,5 +1,6 @@
 """A gateway takes the tokens of its issuer that are for it, and no others."""
 
+import asyncio
 import contextlib
 import http.server
 import json
@@ -45,12 +46,15 @@ class Issuer:
         self.keys: list[Any] = [public("rsa"), {"kty": "oct", "k": "c2VjcmV0", "kid": "shared"}, {"kty": "RSA"}]
         self.asked: list[str] = []
         self.is_away = False
+        self.answers_after: asyncio.Event | None = None
         self.issuer = ISSUER
         settings = OidcSettings(ISSUER, "tokenbus", tenant_claim, role_claim)
         self.tokens = OidcTokens(settings, "default", self.fetch, lambda: self.clock)
 
     async def fetch(self, url: str) -> bytes:
         self.asked.append(url)
+        if self.answers_after is not None:
+            await self.answers_after.wait()
         if self.is_away:
             raise ConnectionRefusedError("away")
         if url.endswith("/.well-known/openid-configuration"):
@@ -144,6 +148,21 @@ async def test_while_the_issuer_is_away_its_keys_are_kept_for_a_day() -> None:
     assert (await issuer.problem(token_of())).problem is KeyProblem.UNAVAILABLE
 
 
+async def test_an_issuer_that_does_not_answer_holds_up_one_token_and_is_not_asked_again_for_each() -> None:
+    issuer = Issuer()
+    await issuer.tokens.caller_of(token_of())
+    issuer.is_away, issuer.answers_after, issuer.clock = True, asyncio.Event(), issuer.clock + 3_600
+    waiting = [asyncio.create_task(issuer.tokens.caller_of(token_of(kid))) for kid in ("rsa", "ec", "ec")]
+    await asyncio.sleep(0)
+    assert await issuer.tokens.caller_of(token_of()) == Caller("default", actor="oidc:someone")
+    issuer.clock += 12
+    issuer.answers_after.set()
+    known, *unknown = await asyncio.gather(*waiting, return_exceptions=True)
+    assert known == Caller("default", actor="oidc:someone")
+    assert [type(one) for one in unknown] == [KeyRefusedError, KeyRefusedError]
+    assert len(issuer.asked) == 3
+
+
 @pytest.mark.parametrize("keys", [None, 7, [7], {"a": 1}, "x"])
 async def test_an_issuer_that_answers_nonsense_or_for_another_is_none(keys: Any) -> None:
     issuer = Issuer()
@@ -180,6 +199,8 @@ def served() -> Iterator[str]:
             if self.path.startswith("/huge"):
                 told = "x" * (1 << 20)
             self.send_response(200)
+            if self.path.startswith("/torn"):
+                self.send_header("transfer-encoding", "chunked")
             self.end_headers()
             self.wfile.write(json.dumps(told).encode())
 
@@ -197,7 +218,7 @@ async def test_keys_are_fetched_over_http_within_bounds_and_without_redirects() 
         assert await OidcTokens(OidcSettings(url, "tokenbus"), "acme").caller_of(token) == Caller(
             "acme", actor="oidc:someone"
         )
-        for trap in ("/moved", "/huge"):
+        for trap in ("/moved", "/huge", "/torn"):
             with pytest.raises(KeyRefusedError) as raised:
                 await OidcTokens(OidcSettings(url + trap, "tokenbus"), "acme").caller_of(token)
             assert raised.value.problem is KeyProblem.UNAVAILABLE
