@@ -68,18 +68,22 @@ class ConsoleViewers:
 
     async def _look(self) -> None:
         """Sends an event after each digest, as long as a page is open."""
-        self._feed = FleetFeed()
         try:
-            async with self._view_fleet() as viewer:
-                while self._pages:
-                    await asyncio.sleep(_LEAST_S)  # several routers' digests are one event
-                    await _within(viewer.changed.wait(), _SILENT_S)
-                    viewer.changed.clear()
-                    is_first = not self._feed.has_begun
-                    event = self._feed.update(viewer.picture, viewer.problem, round(time.time() * 1e3))
-                    self._send(self._feed.whole() if is_first else event)
+            while self._pages:  # one may be opened while the view before is closed
+                self._feed = FleetFeed()
+                async with self._view_fleet() as viewer:
+                    await self._follow(viewer)
         finally:
             self._looking = None
+
+    async def _follow(self, viewer: FleetViewer) -> None:
+        while self._pages:
+            await asyncio.sleep(_LEAST_S)  # several routers' digests are one event
+            await _within(viewer.changed.wait(), _SILENT_S)
+            viewer.changed.clear()
+            is_first = not self._feed.has_begun
+            event = self._feed.update(viewer.picture, viewer.problem, round(time.time() * 1e3))
+            self._send(self._feed.whole() if is_first else event)
 
     def _send(self, event: bytes) -> None:
         for waiting in self._pages:

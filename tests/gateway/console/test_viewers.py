@@ -19,12 +19,15 @@ class Fleet:
         self.changed = asyncio.Event()
         self.picture, self.problem = FleetPicture(), ""
         self.num_looks = 0
+        self.may_close = asyncio.Event()
+        self.may_close.set()
 
     async def __aenter__(self) -> "Fleet":
         self.num_looks += 1
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        await self.may_close.wait()
         self.num_looks -= 1
 
 
@@ -55,6 +58,23 @@ async def test_pages_with_one_key_leave_room_for_another_and_none_are_forgotten(
     async with asyncio.timeout(5):
         while fleet.num_looks:
             await asyncio.sleep(0)
+
+
+async def test_a_page_that_is_opened_while_the_view_is_closed_opens_another(fleet: Fleet) -> None:
+    pages = ConsoleViewers(lambda: fleet)  # type: ignore[arg-type, return-value]
+    fleet.may_close.clear()
+    async with contextlib.aclosing(pages.events("", _never)) as page:
+        fleet.changed.set()
+        await anext(page)
+    fleet.changed.set()
+    for _ in range(8):  # the view is being closed then
+        await asyncio.sleep(0)
+    async with asyncio.timeout(5), contextlib.aclosing(pages.events("", _never)) as page:
+        await anext(page)  # what was known before
+        fleet.may_close.set()
+        for _ in range(2):
+            fleet.changed.set()
+            await anext(page)
 
 
 async def test_what_a_page_does_not_read_is_replaced_by_everything_at_once(fleet: Fleet) -> None:
