@@ -11,6 +11,7 @@ from nats.aio.msg import Msg
 from tokenbus.protocol.bus.bus import Bus, Callback, OutboundBufferLimitError, PayloadTooLargeError
 from tokenbus.protocol.parts import assembly as parts
 from tokenbus.protocol.parts.assembly import Upload, UploadLimits, Uploads
+from tokenbus.protocol.telemetry import tracing
 from tokenbus.protocol.wire import codec, errors, messages
 
 Outcome = Callable[[str], None]
@@ -22,7 +23,8 @@ class _Announced:
 
     def __init__(self, message: Msg, encoding: codec.Encoding, on_complete: Callback) -> None:
         self.subject = message.subject
-        self.headers = {name: value for name, value in (message.headers or {}).items() if name != parts.SIZE}
+        # nothing else is read of a whole message, and other headers could take as much memory as its parts
+        self.headers = tracing.trace_headers(message.headers) | (codec.content_headers(encoding) or {})
         self.encoding = encoding
         self.on_complete = on_complete
 

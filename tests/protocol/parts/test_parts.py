@@ -115,11 +115,21 @@ def test_a_message_in_parts_arrives_as_if_it_had_come_in_one(stage: Stage, size:
     stage.world.run(0.1)
     (whole,) = stage.whole
     assert (whole.subject, whole.data, whole.reply) == ("work", BODY[:size], "answer.whole")
-    assert whole.headers == {"traceparent": "t"}
+    assert whole.headers == {"traceparent": "t"} | (codec.content_headers(codec.Encoding.MSGPACK) or {})
     assert stage.outcomes == ["complete"]
     assert len(stage.parts) == -(-size // 1_000)
     assert max(len(part.data) for part in stage.parts) == 1_000
     assert (stage.receivers[0].num_uploads, stage.receivers[0].held_bytes) == (0, 0)
+
+
+def test_of_an_announcement_only_the_headers_are_kept_that_are_read_later(stage: Stage) -> None:
+    sent = {assembly.SIZE: "2", "Other": "x" * 100_000, "Tracestate": "y" * 100_000, "Traceparent": "t"}
+    answer = stage.ask("work", b"", sent)
+    assert answer.upload is not None
+    stage.process.call(stage.bus.publish, answer.upload, b"ab", "answer.raw", {assembly.OFFSET: "0"})
+    stage.world.run(0.1)
+    (whole,) = stage.whole
+    assert whole.headers == {"traceparent": "t"} | (codec.content_headers(codec.Encoding.MSGPACK) or {})
 
 
 def test_before_the_last_part_the_receiver_has_no_message(stage: Stage) -> None:
