@@ -4,6 +4,7 @@ While nobody looks, nothing is computed or kept. All viewers get the same digest
 has missed something gets everything at the next digest."""
 
 import asyncio
+import collections
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -21,7 +22,8 @@ from tokenbus.router.fleet.fleet import Fleet
 class _View:
     """One reply subject to which digests go."""
 
-    def __init__(self, encoding: codec.Encoding, expires_at: float) -> None:
+    def __init__(self, tenant: str, encoding: codec.Encoding, expires_at: float) -> None:
+        self.tenant = tenant
         self.encoding = encoding
         self.expires_at = expires_at
         self.needs_whole = True
@@ -78,7 +80,7 @@ class FleetViewers:
             told = messages.FleetDigest(router_id=self._router_id, router=self._stats(now), limits=limits)
             self._send(reply, told, encoding)
         elif asked.router_id == self._router_id:
-            self._add(reply, asked, encoding, now)
+            self._add(reply, asked, encoding, tenant, now)
 
     def refuse(self, reply: str, encoding: codec.Encoding, error: errors.Error) -> None:
         """Answers a viewer with an error."""
@@ -93,23 +95,32 @@ class FleetViewers:
     def _send(self, reply: str, digest: messages.FleetDigest, encoding: codec.Encoding) -> None:
         self._replies.send(reply, codec.encode(digest, encoding), codec.content_headers(encoding))
 
-    def _add(self, reply: str, asked: messages.FleetRequest, encoding: codec.Encoding, now: float) -> None:
+    def _add(self, reply: str, asked: messages.FleetRequest, encoding: codec.Encoding, tenant: str, now: float) -> None:
         view = self._views.get(reply)
         if view is None:
             if len(self._views) >= MAX_FLEET_VIEWS:
-                raise errors.RequestError(
-                    errors.make_error(
-                        errors.Code.OVERLOADED,
-                        f"{MAX_FLEET_VIEWS} others look at the fleet of this router: that is the limit",
-                        retry_after_ms=1e3 * FLEET_VIEW_S,
-                    )
-                )
-            view = self._views[reply] = _View(encoding, 0.0)
+                self._make_room(tenant)
+            view = self._views[reply] = _View(tenant, encoding, 0.0)
         view.encoding, view.expires_at = encoding, now + FLEET_VIEW_S
         view.needs_whole |= asked.whole
         if self._timer is None:
             self._digests = FleetDigests(self._fleet, secrets.token_hex(8))
             self._timer = asyncio.get_running_loop().call_soon(self._show)
+
+    def _make_room(self, tenant: str) -> None:
+        """Shows no more to the newest viewer of the tenant that has most, unless `tenant` would then have as many: then
+        it raises RequestError."""
+        counts = collections.Counter(view.tenant for view in self._views.values())
+        ((most, num_views),) = counts.most_common(1)
+        if num_views <= counts[tenant] + 1:
+            raise errors.RequestError(
+                errors.make_error(
+                    errors.Code.OVERLOADED,
+                    f"{MAX_FLEET_VIEWS} others look at the fleet of this router: that is the limit",
+                    retry_after_ms=1e3 * FLEET_VIEW_S,
+                )
+            )
+        del self._views[next(reply for reply, view in reversed(self._views.items()) if view.tenant == most)]
 
     def _show(self) -> None:
         """Sends a digest to each viewer, and goes on as long as there is one."""
