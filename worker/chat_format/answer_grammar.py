@@ -21,6 +21,7 @@ import msgspec
 from tokenbus.worker.chat_format.lark import (
     GrammarError,
     LarkWriter,
+    MemberSchema,
     closed,
     joined,
     json_of,
@@ -30,7 +31,6 @@ from tokenbus.worker.chat_format.lark import (
     one_of,
     with_style,
 )
-from tokenbus.worker.chat_format.parsing.values import followed, types_of
 from tokenbus.worker.contract.chat_format import Calls, Channels, ChatFormat, Kind, Values
 
 Tools = Mapping[str, Mapping[str, Any]]
@@ -196,43 +196,42 @@ class CallWriter:
         }
         other = ""
         if schema.get("additionalProperties"):
-            other = self._lark.add(f"{rule}_other", self._argument(None, {}, f"{rule}_other"))
+            other = self._lark.add(f"{rule}_other", self._argument(None, MemberSchema(), f"{rule}_other"))
         return any_order(self._lark, rule, names, other, schema, self._calls.argument_separator)
 
-    def _argument(self, key: str | None, schema: Mapping[str, Any], rule: str) -> str:
+    def _argument(self, key: str | None, member: MemberSchema, rule: str) -> str:
         calls, lark = self._calls, self._lark
         name = r"/[A-Za-z0-9_.-]{1,64}/" if key is None else literal(_escaped(key) if calls.keys_escaped else key)
         head = f"{lark.marker(calls.argument_open)} {name} {lark.marker(calls.key_close)}"
-        return f"{head} {self._typed(schema, rule) if calls.type_close else self._value(schema)}"
+        return f"{head} {self._typed(member, rule) if calls.type_close else self._value(member)}"
 
-    def _typed(self, schema: Mapping[str, Any], rule: str) -> str:
+    def _typed(self, member: MemberSchema, rule: str) -> str:
         """Returns an expression for the type of a value, and the value."""
-        calls, types = self._calls, types_of(schema, schema)
+        calls, types = self._calls, member.types
         close = self._lark.marker(calls.type_close)
-        text = f"{literal(calls.string_type)} {close} {self._string(schema)}"
-        other_type = '"false"' if calls.string_type == "true" else "/[a-z]{1,16}/"
-        other = f"{other_type} {close} {json_of(schema)} {self._lark.marker(calls.value_close)}"
+        text = f"{literal(calls.string_type)} {close} {self._string(member)}"
         if types == {"string"}:
             return text
+        other_type = '"false"' if calls.string_type == "true" else "/[a-z]{1,16}/"
+        other = f"{other_type} {close} {json_of(member.alone)} {self._lark.marker(calls.value_close)}"
         if types and "string" not in types:
             return other
         return f"({self._lark.add(f'{rule}_text', text)} | {self._lark.add(f'{rule}_json', other)})"
 
-    def _value(self, schema: Mapping[str, Any]) -> str:
+    def _value(self, member: MemberSchema) -> str:
         """Returns an expression for a value and its closing marker."""
-        calls, types = self._calls, types_of(schema, schema)
+        calls, types = self._calls, member.types
         close = self._lark.marker(calls.value_close)
         if calls.values is Values.TEXT and ("string" in types or not types):
-            return self._string(schema)
+            return self._string(member)
         if calls.values in (Values.TEXT, Values.JSON):
-            return f"{json_of(schema)} {close}".strip()
-        return f"{value_of(self._lark, calls, schema)} {close}".strip()
+            return f"{json_of(member.alone)} {close}".strip()
+        return f"{value_of(self._lark, calls, member)} {close}".strip()
 
-    def _string(self, schema: Mapping[str, Any]) -> str:
+    def _string(self, member: MemberSchema) -> str:
         """Returns an expression for a raw string and its closing marker."""
-        texts = texts_of(schema)
-        if texts:
-            return self._lark.texts_until(texts, self._calls.value_close)
+        if member.texts:
+            return self._lark.texts_until(member.texts, self._calls.value_close)
         return self._lark.text_until(self._calls.value_close)
 
 
@@ -285,26 +284,18 @@ def bare_object(lark: LarkWriter, calls: Calls, rule: str, schema: Mapping[str, 
     }
     other = ""
     if schema.get("additionalProperties"):
-        other = lark.add(f"{rule}_other", f'/[A-Za-z_][A-Za-z0-9_]*/ ":" {value_of(lark, calls, {})}')
+        other = lark.add(f"{rule}_other", f'/[A-Za-z_][A-Za-z0-9_]*/ ":" {value_of(lark, calls, MemberSchema())}')
     return f'"{{" {any_order(lark, rule, names, other, schema, ",")} "}}"'
 
 
-def value_of(lark: LarkWriter, calls: Calls, schema: object) -> str:
+def value_of(lark: LarkWriter, calls: Calls, member: MemberSchema) -> str:
     """Returns an expression for a value of a type that the schema allows, ignoring the contents of lists and
     objects."""
     _add_values(lark, calls)
-    types, texts = types_of(schema, schema), texts_of(schema)
-    if texts:
+    if member.texts:
         quote = '"' if calls.values is Values.PYTHON else calls.quote
-        return f"{lark.marker(quote)} {lark.texts_until(texts, quote)}"
-    return f"({' | '.join(f'v_{one}' for one in sorted(types))})" if types else "v_any"
-
-
-def texts_of(schema: object) -> list[str]:
-    """Returns the allowed texts of a value, if the schema lists them."""
-    schema = followed(schema, schema)
-    found = schema.get("enum") if isinstance(schema, Mapping) else None
-    return list(found) if isinstance(found, Sequence) and all(isinstance(one, str) and one for one in found) else []
+        return f"{lark.marker(quote)} {lark.texts_until(member.texts, quote)}"
+    return f"({' | '.join(f'v_{one}' for one in sorted(member.types))})" if member.types else "v_any"
 
 
 def _add_values(lark: LarkWriter, calls: Calls) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from tokenbus.worker.chat_format.closed_objects import close_objects
-from tokenbus.worker.chat_format.parsing.values import Schema, followed, properties
+from tokenbus.worker.chat_format.parsing.schemas import Schema, SchemaReader
 
 _JSON_STYLE = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
 """JSON as templates write it. A model that is free to write whitespace may never stop."""
@@ -30,7 +30,7 @@ class LarkWriter:
         self._tokens = tokens
         self._rules: dict[str, str] = {}
         self._until: dict[str, str] = {}
-        self._texts: dict[str, str] = {}
+        self._texts: dict[tuple[tuple[str, ...], str], str] = {}
         self._size = 0
         special = sorted(tokens, key=len, reverse=True)
         self._special = re.compile("(" + "|".join(map(re.escape, special)) + ")") if special else None
@@ -74,7 +74,7 @@ class LarkWriter:
             self.add(f"{name}[lazy]", f"TEXT {literal(first)}")
         return f"{self._until[first]} {self.marker(''.join(rest))}".strip()
 
-    def texts_until(self, texts: list[str], marker: str) -> str:
+    def texts_until(self, texts: tuple[str, ...], marker: str) -> str:
         """Returns an expression for one of several texts and the marker after it.
 
         The texts are one terminal: in a rule, each of a thousand or more would be a parser item. A terminal matches
@@ -82,10 +82,11 @@ class LarkWriter:
         first, *rest = self._split(marker) or [""]
         if first in self._tokens:
             first, rest = "", [first, *rest]
-        body = f"{one_of(texts)} {literal(first)}" if first else one_of(texts)
-        if body not in self._texts:
-            self._texts[body] = self.add(f"TEXTS_{len(self._texts)}", body)
-        return f"{self._texts[body]} {self.marker(''.join(rest))}".strip()
+        key = texts, first
+        if key not in self._texts:
+            body = f"{one_of(texts)} {literal(first)}" if first else one_of(texts)
+            self._texts[key] = self.add(f"TEXTS_{len(self._texts)}", body)
+        return f"{self._texts[key]} {self.marker(''.join(rest))}".strip()
 
     def _split(self, text: str) -> list[str]:
         return [one for one in (self._special.split(text) if self._special else [text]) if one]
@@ -96,7 +97,7 @@ def literal(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def one_of(texts: list[str]) -> str:
+def one_of(texts: Sequence[str]) -> str:
     """Returns an expression for one of several texts."""
     return f"({' | '.join(map(literal, texts))})"
 
@@ -120,7 +121,7 @@ def closed(schema: Schema, *, is_strict: bool) -> dict[str, Any]:
 
     Keywords that can't be compiled are ignored, unless `is_strict`."""
     schema = close_objects(schema)
-    if isinstance(target := followed(schema, schema), Mapping) and "$ref" in schema:
+    if isinstance(target := SchemaReader(schema).followed(schema), Mapping) and "$ref" in schema:
         schema = {**schema, **target}
         del schema["$ref"]
     others = {"properties": {}, "additionalProperties": _names_more(schema)}
@@ -140,11 +141,27 @@ def moved(schema: Schema, place: str) -> dict[str, Any]:
     return {key: _moved(one, place, own if isinstance(own, str) else "") for key, one in schema.items() if key != "$id"}
 
 
-def members(schema: Schema) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields the members that an object may have, each with a self-contained schema."""
-    for key, value in properties(schema).items():
+class MemberSchema(NamedTuple):
+    """The schema of one of an object's members, and what it says."""
+
+    alone: Mapping[str, Any] = {}
+    """The member's schema, self-contained."""
+    types: frozenset[str] = frozenset()
+    """The JSON types that are allowed; empty if unspecified."""
+    texts: tuple[str, ...] = ()
+    """The allowed texts, if they are listed."""
+
+
+def members(schema: Schema) -> Iterator[tuple[str, MemberSchema]]:
+    """Yields the members that an object may have, by key."""
+    named = SchemaReader(schema).properties
+    whole: Schema = moved(schema, _WHOLE) if _refers(list(named.values())) else schema
+    reader = SchemaReader({"$defs": {"whole": whole}})
+    for key, value in named.items():
         if isinstance(value, Mapping) or value is True:
-            yield key, with_style(_alone(schema, key, {} if value is True else value), schema.get("x-guidance", {}))
+            part = whole["properties"][key]
+            alone = with_style(_alone(whole, key, {} if value is True else value), schema.get("x-guidance", {}))
+            yield key, MemberSchema(alone, reader.types_of(part), reader.texts_of(part))
 
 
 def _names_more(schema: Schema) -> bool:
@@ -154,11 +171,14 @@ def _names_more(schema: Schema) -> bool:
     return "$ref" in schema or any("$ref" in one or "properties" in one for one in choices)
 
 
-def _alone(schema: Schema, key: str, value: Schema) -> Schema:
+_WHOLE = "/$defs/whole"
+
+
+def _alone(whole: Schema, key: str, value: Schema) -> Schema:
     if not _refers(value):
         return value
     pointer = quote(key.replace("~", "~0").replace("/", "~1"), safe="~")
-    return {"$ref": f"#/$defs/whole/properties/{pointer}", "$defs": {"whole": moved(schema, "/$defs/whole")}}
+    return {"$ref": f"#{_WHOLE}/properties/{pointer}", "$defs": {"whole": whole}}
 
 
 def _refers(value: object) -> bool:

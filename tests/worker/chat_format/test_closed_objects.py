@@ -1,6 +1,7 @@
 """Objects have only the members that their schema names, unless it says more."""
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -84,3 +85,12 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     made = dict(pairs)
     assert len(made) == len(pairs), pairs
     return made
+
+
+def test_a_deep_schema_takes_no_more_time_than_a_flat_one() -> None:
+    schema: dict[str, Any] = {"allOf": [{}] * 20_000}
+    for _ in range(26):
+        schema = {"allOf": [schema]}
+    began = time.thread_time()
+    assert close_objects(schema) == schema
+    assert time.thread_time() - began < 0.5

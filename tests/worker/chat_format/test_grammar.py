@@ -1,9 +1,11 @@
 """Whatever a grammar of calls allows is read as calls that the tools' schemas allow, in every known format."""
 
 import codecs
+import contextlib
 import json
 import random
 import re
+import time
 from typing import Any, NamedTuple
 
 import jsonschema
@@ -13,6 +15,7 @@ import pytest
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from tests.support.in_part import in_part
+from tokenbus.protocol.wire.tools import check_tools
 from tokenbus.worker.chat_format.answer_grammar import Tools, calls_grammar, reasoning_grammar
 from tokenbus.worker.chat_format.known_formats import KNOWN_FORMATS, with_tokens
 from tokenbus.worker.chat_format.lark import GrammarError
@@ -276,3 +279,47 @@ def test_tools_whose_grammar_would_be_too_large_are_refused() -> None:
     assert calls_grammar(ChatFormat(calls=HERMES), {"f": schema}, is_required=True)
     with pytest.raises(GrammarError, match="take more than 2,000,000 characters"):
         calls_grammar(FORMATS["qwen-tags"], {"f": schema}, is_required=True)
+
+
+_CHAIN = {f"s{depth}": {"anyOf": [{"$ref": f"#/$defs/s{depth + 1}"}] * 20} for depth in range(8)}
+HOSTILE: dict[str, dict[str, Any]] = {
+    "alternatives of alternatives": {
+        "properties": {"p": {"$ref": "#/$defs/s0"}},
+        "$defs": _CHAIN | {"s8": {"type": "string"}},
+    },
+    "many references": {
+        "properties": {f"p{number}": {"$ref": "#/$defs/s"} for number in range(999)},
+        "$defs": {"s": {"type": "string"}},
+    },
+    "references over a long way": {
+        "properties": {f"p{number}": {"$ref": "#/$defs/s"} for number in range(900)},
+        "$defs": {"s": {"$ref": "#" + "/x" * 15_000}},
+    },
+    "references to a long list": {
+        "properties": {f"p{number}": {"$ref": "#/$defs/s"} for number in range(900)},
+        "$defs": {"s": {"enum": [f"{number:x}" for number in range(4_000)]}},
+    },
+}
+"""Schemas that a request may have, and that would take seconds or years if each reference were followed anew."""
+
+
+@pytest.mark.parametrize("name", ["qwen-tags", "gemma-4", "kimi-k3"])
+@pytest.mark.parametrize("schema", HOSTILE.values(), ids=HOSTILE)
+def test_a_schema_takes_no_more_time_than_its_size_demands(name: str, schema: dict[str, Any]) -> None:
+    check_tools([{"type": "function", "function": {"name": "f", "parameters": schema}}])
+    began = time.thread_time()
+    with contextlib.suppress(GrammarError):
+        calls_grammar(FORMATS[name], {"f": schema}, is_required=True)
+    assert time.thread_time() - began < 1
+
+
+@pytest.mark.parametrize("schema", HOSTILE.values(), ids=HOSTILE)
+def test_arguments_are_read_in_no_more_time_than_their_number_demands(schema: dict[str, Any]) -> None:
+    key = next(iter(schema["properties"]))
+    call = f"<tool_call>\n<function=f>\n<parameter={key}>\nx\n</parameter>\n</function>\n</tool_call>"
+    parser = AnswerParser(Rules(FORMATS["qwen-tags"]), tools={"f": schema}, key="k")
+    began = time.thread_time()
+    for _ in range(500):
+        parser.feed_text(call)
+    assert time.thread_time() - began < 1
+    assert parser.calls == 500

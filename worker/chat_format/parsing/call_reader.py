@@ -8,13 +8,13 @@ from typing import Protocol
 
 import msgspec
 
-from tokenbus.worker.chat_format.parsing import values
 from tokenbus.worker.chat_format.parsing.cursor import Cursor, Malformed
 from tokenbus.worker.chat_format.parsing.markers import NAME, CallRules, Marker, MarkerMatch, first_of, skip_whitespace
+from tokenbus.worker.chat_format.parsing.schemas import SchemaReader
 from tokenbus.worker.chat_format.parsing.values import ValueReader
 from tokenbus.worker.contract.chat_format import Values
 
-Tools = Mapping[str, values.Schema]
+Tools = Mapping[str, SchemaReader]
 """The parameters of each tool: a JSON schema."""
 
 

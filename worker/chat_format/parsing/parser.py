@@ -13,11 +13,11 @@ is passed on only when complete; one that is cut off is dropped, and a malformed
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 from tokenbus.worker.chat_format.parsing import deltas
-from tokenbus.worker.chat_format.parsing.call_reader import CallReader, JsonCall, NamedCall, Tools
+from tokenbus.worker.chat_format.parsing.call_reader import CallReader, JsonCall, NamedCall
 from tokenbus.worker.chat_format.parsing.cursor import Cursor, Malformed, ReadBack
 from tokenbus.worker.chat_format.parsing.markers import (
     MarkerMatch,
@@ -29,6 +29,7 @@ from tokenbus.worker.chat_format.parsing.markers import (
     skip_whitespace,
     without_surrogates,
 )
+from tokenbus.worker.chat_format.parsing.schemas import Schema, SchemaReader
 from tokenbus.worker.chat_format.parsing.tagged_call import TaggedCall
 from tokenbus.worker.chat_format.parsing.text_reader import Found, ParsedOutput, TextReader
 from tokenbus.worker.contract.chat_format import Kind
@@ -85,7 +86,7 @@ class AnswerParser:
         self,
         rules: Rules,
         *,
-        tools: Tools | None,
+        tools: Mapping[str, Schema] | None,
         key: str,
         generation_prompt: str | None = None,
         continues: bool = False,
@@ -97,7 +98,7 @@ class AnswerParser:
         the beginning of its text, and what counts only at the beginning is text."""
         self._rules = rules
         self._continues = continues
-        self._tools = tools or {}
+        self._tools = {name: SchemaReader(schema) for name, schema in (tools or {}).items()}
         self._calls = rules.calls if tools is not None else None
         form = rules.form
         self._output = ParsedOutput(rules.alphabet, form.calls, key, hold_calls=hold_calls)

@@ -9,8 +9,11 @@ from tokenbus.worker.chat_format.parsing import values
 from tokenbus.worker.chat_format.parsing.call_reader import HeaderCall, Sink, Tools
 from tokenbus.worker.chat_format.parsing.cursor import Cursor, Malformed
 from tokenbus.worker.chat_format.parsing.markers import CallRules, Marker, MarkerMatch, first_of, skip_whitespace
+from tokenbus.worker.chat_format.parsing.schemas import TYPES
 from tokenbus.worker.chat_format.parsing.values import ValueReader, escape
 from tokenbus.worker.contract.chat_format import Values
+
+_TEXT = frozenset({"string"})
 
 
 class TextValue:
@@ -18,12 +21,12 @@ class TextValue:
 
     Models write closing markers inside values, and forget to close values: the following text decides."""
 
-    def __init__(self, rules: CallRules, keys: Collection[str], types: set[str]) -> None:
+    def __init__(self, rules: CallRules, keys: Collection[str], types: frozenset[str]) -> None:
         """`keys` are those of the tool's arguments, `types` the types that the value may have."""
         self._rules = rules
         self._keys = keys
         self._types = types
-        self._is_text = values.is_text(types)
+        self._is_text = types == _TEXT
         self._parts: list[str] = []
         self._edge = rules.value_begin
         """Whitespace that may still precede the value, and is not part of it."""
@@ -193,8 +196,8 @@ class TaggedCall(HeaderCall):
         self._write([", " if self._any else "{", f'"{escape(self._key)}": '])
         if self._rules.type_close:
             return self._then(self._argument_type)
-        whole = self._tools.get(self._name, {})
-        return self._begin_value(values.types_of(values.properties(whole).get(self._key), whole))
+        tool = self._tools.get(self._name)
+        return self._begin_value(frozenset() if tool is None else tool.types_of(tool.properties.get(self._key)))
 
     def _argument_type(self, cursor: Cursor) -> bool:
         found = self._until(cursor, [self._rules.type_close])
@@ -202,13 +205,14 @@ class TaggedCall(HeaderCall):
             return False
         kind, _, cursor.at = found
         is_text = kind.strip() == self._calls.string_type
-        return self._begin_value({"string"} if is_text else values.TYPES - {"string"})
+        return self._begin_value(_TEXT if is_text else TYPES - _TEXT)
 
-    def _begin_value(self, types: set[str]) -> bool:
+    def _begin_value(self, types: frozenset[str]) -> bool:
         if self._calls.values is not Values.TEXT:
             self._reader = ValueReader(self._calls.values, self._rules.alphabet, self._rules.quote)
             return self._then(self._literal)
-        self._value = TextValue(self._rules, values.properties(self._tools.get(self._name, {})), types)
+        tool = self._tools.get(self._name)
+        self._value = TextValue(self._rules, () if tool is None else tool.properties, types)
         return self._then(self._text_value)
 
     def _text_value(self, cursor: Cursor) -> bool:

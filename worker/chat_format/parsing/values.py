@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Collection
 from enum import Enum
 from typing import Any
-from urllib.parse import unquote
 
 import msgspec
 
 from tokenbus.worker.chat_format.parsing.cursor import Cursor, Malformed
 from tokenbus.worker.chat_format.parsing.markers import Alphabet, is_token, without_surrogates
+from tokenbus.worker.chat_format.parsing.schemas import type_of
 from tokenbus.worker.contract.chat_format import Values
 
 MAX_DEPTH = 200
@@ -234,74 +234,15 @@ def _plain(quote: str) -> re.Pattern[str]:
     return re.compile(rf"[^\\\x00-\x1f\ud800-\udfff{re.escape(quote[:1])}]+")
 
 
-TYPES = {"string", "number", "integer", "boolean", "null", "object", "array"}
-_MAX_SCHEMA_DEPTH = 8
-Schema = Mapping[str, Any]
 _DECODER: msgspec.json.Decoder[Any] = msgspec.json.Decoder(float_hook=float)
 """Also accepts numbers that no float can hold, such as `1e999`."""
 
 
-def properties(schema: Schema) -> Schema:
-    """Returns the schemas of an object's members."""
-    whole = followed(schema, schema)
-    found = whole.get("properties") if isinstance(whole, Mapping) else None
-    return found if isinstance(found, Mapping) else {}
-
-
-def followed(schema: object, whole: object) -> object:
-    """Returns the schema that a part of `whole` refers to, or the part itself if it refers to none in `whole`."""
-    for _ in range(_MAX_SCHEMA_DEPTH):
-        place = schema.get("$ref") if isinstance(schema, Mapping) else None
-        if not isinstance(place, str) or not place.startswith("#"):
-            return schema
-        schema = referred(place, whole)
-    return None
-
-
-def referred(place: str, whole: object) -> object:
-    """Returns the part of `whole` at a place such as `#/$defs/Name`; None if there is none."""
-    if not place.startswith("#"):
-        return None
-    for key in place.split("/")[1:]:
-        key = unquote(key).replace("~1", "/").replace("~0", "~")
-        whole = whole.get(key) if isinstance(whole, Mapping) else None
-    return whole
-
-
-def types_of(schema: object, whole: object = None, depth: int = 0) -> set[str]:
-    """Returns the JSON types allowed by a schema, which may be a part of `whole`; an empty set if unspecified."""
-    schema = followed(schema, whole)
-    if not isinstance(schema, Mapping) or depth > _MAX_SCHEMA_DEPTH:
-        return set()
-    declared = schema.get("type")
-    if isinstance(declared, str):
-        return {declared} & TYPES
-    if isinstance(declared, list):
-        return {one for one in declared if isinstance(one, str)} & TYPES
-    if isinstance(values := schema.get("enum"), list):
-        return {_type_of(value) for value in values}
-    if "const" in schema:
-        return {_type_of(schema["const"])}
-    for choice in ("anyOf", "oneOf"):
-        if isinstance(choices := schema.get(choice), list):
-            found = [types_of(one, whole, depth + 1) for one in choices]
-            return set().union(*found) if all(found) else set()
-    if isinstance(every := schema.get("allOf"), list):
-        found = [types for one in every if (types := types_of(one, whole, depth + 1))]
-        return set.intersection(*found) if found else set()
-    return set()
-
-
-def is_text(types: set[str]) -> bool:
-    """Returns whether a value is always text, whatever it looks like."""
-    return types == {"string"}
-
-
-def to_json(text: str, types: set[str]) -> str:
+def to_json(text: str, types: Collection[str]) -> str:
     """Returns the JSON of an unquoted value: of a type that the schema allows if it can be read as one, else a string
     if that is allowed, else whatever it looks like."""
     value, parsed = _parse(text)
-    if parsed and (not types or _type_of(value) in types or (isinstance(value, int) and "number" in types)):
+    if parsed and (not types or type_of(value) in types or (isinstance(value, int) and "number" in types)):
         return msgspec.json.encode(value).decode() if text.strip() in LITERALS else text.strip()
     if not parsed or "string" in types:
         return msgspec.json.encode(text).decode()
@@ -314,12 +255,3 @@ def _parse(text: str) -> tuple[Any, bool]:
         return _DECODER.decode(LITERALS.get(stripped, stripped)), True
     except (msgspec.DecodeError, RecursionError, UnicodeError):
         return None, False
-
-
-def _type_of(value: object) -> str:
-    if value is None:
-        return "null"
-    for kind, name in ((bool, "boolean"), (str, "string"), (int, "integer"), (float, "number"), (list, "array")):
-        if isinstance(value, kind):
-            return name
-    return "object"
