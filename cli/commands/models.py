@@ -5,13 +5,11 @@ from collections.abc import Iterator
 from functools import partial
 
 from msgspec import UNSET
-from rich.console import Console
-from rich.table import Table
 
-from tokenbus.cli.commands import top
-from tokenbus.cli.console import arguments, connection_flags, hub_flags
+from tokenbus.cli.console import arguments, connection_flags, hub_flags, text_table
+from tokenbus.cli.console.amounts import counts_text, duration_text, size_text
 from tokenbus.cli.console.flags import Parser
-from tokenbus.cli.console.plain_text import cells, printable
+from tokenbus.cli.console.plain_text import printable
 from tokenbus.cli.console.session import with_client
 from tokenbus.client.wire.wire_client import WireClient
 from tokenbus.protocol import extras
@@ -46,11 +44,11 @@ def health_text(health: messages.WorkerHealth) -> str:
     for device in health.devices:
         layers = f"{device.layers} layers" if device.layers is not None else ""
         about = ", ".join(filter(None, (device.description, layers)))
-        left = f"{top.size_text(device.free_bytes)} of {top.size_text(device.total_bytes)} free"
+        left = f"{size_text(device.free_bytes)} of {size_text(device.total_bytes)} free"
         devices.append(f"{device.name}{about and f' ({about})'} {left}")
-    engine = f", engine for {top.duration_text(health.engine_uptime_s)}" if health.engine_uptime_s else ", no engine"
-    taken = f"takes {top.size_text(health.front_bytes + health.engine_bytes)}"
-    return "; ".join([taken, *devices, f"up for {top.duration_text(health.uptime_s)}{engine}"])
+    engine = f", engine for {duration_text(health.engine_uptime_s)}" if health.engine_uptime_s else ", no engine"
+    taken = f"takes {size_text(health.front_bytes + health.engine_bytes)}"
+    return "; ".join([taken, *devices, f"up for {duration_text(health.uptime_s)}{engine}"])
 
 
 def adapters_of(served: messages.ServedModel) -> Iterator[str]:
@@ -66,8 +64,10 @@ async def _list(options: argparse.Namespace, client: WireClient) -> int:
     if options.json:
         print(codec.encode(reply, codec.Encoding.JSON).decode())
         return 0
-    table = _summary_table(reply.models) if options.summary else _worker_table(reply.models)
-    Console().print(table if reply.models else "no model is being served")
+    rows = _summary_rows(reply.models) if options.summary else _worker_rows(reply.models)
+    shown = [tuple(map(printable, row)) for row in rows]
+    numbers = (1, len(shown[0]) - 2, len(shown[0]) - 1)
+    print(text_table.text_of(shown, numbers) if reply.models else "no model is being served")
     for line in _lines(reply):
         print(printable(line))
     return 0
@@ -76,7 +76,7 @@ async def _list(options: argparse.Namespace, client: WireClient) -> int:
 def _lines(reply: messages.ModelsReply) -> Iterator[str]:
     """Yields what is printed below the table."""
     if reply.summary is not UNSET:
-        yield top.counts_text(reply.summary)
+        yield counts_text(reply.summary)
     for served in reply.models:
         yield f"features of {served.model}: {' '.join(served.features)}"
         if served.adapters:
@@ -92,32 +92,23 @@ def _lines(reply: messages.ModelsReply) -> Iterator[str]:
         yield f"refused: {refused.worker_id} of {refused.model}: {refused.reason}"
 
 
-def _summary_table(models: list[messages.ServedModel]) -> Table:
-    table = Table("model", "context", "engine", "workers", "running", "waiting")
+def _summary_rows(models: list[messages.ServedModel]) -> Iterator[tuple[str, ...]]:
+    yield ("model", "context", "engine", "workers", "running", "waiting")
     for served in models:
         counts = served.summary or messages.WorkerCounts(workers=0, states={}, running=0, waiting=0, generated_tokens=0)
         engines = ", ".join(served.engines or [])
-        numbers = (top.counts_text(counts), str(counts.running), str(counts.waiting))
-        table.add_row(*cells(served.model, str(served.context_length), engines, *numbers))
-    return table
+        numbers = (counts_text(counts), str(counts.running), str(counts.waiting))
+        yield (served.model, str(served.context_length), engines, *numbers)
 
 
-def _worker_table(models: list[messages.ServedModel]) -> Table:
-    table = Table("model", "context", "worker", "state", "engine", "running", "waiting")
+def _worker_rows(models: list[messages.ServedModel]) -> Iterator[tuple[str, ...]]:
+    yield ("model", "context", "worker", "state", "engine", "running", "waiting")
     for served in models:
+        about = (served.model, str(served.context_length))
         for card in sorted(served.workers or [], key=lambda card: card.worker_id):
             load = card.load or messages.Load()
             is_silent = card.watched is not None and card.watched.events == "silent"
-            row = cells(
-                served.model,
-                str(served.context_length),
-                card.worker_id,
-                f"{card.state}, events silent" if is_silent else card.shown_state,
-                card.engine,
-                str(load.running),
-                str(load.waiting),
-            )
-            table.add_row(*row)
+            state = f"{card.state}, events silent" if is_silent else card.shown_state
+            yield (*about, card.worker_id, state, card.engine, str(load.running), str(load.waiting))
         if not served.workers:
-            table.add_row(*cells(served.model, str(served.context_length)))
-    return table
+            yield (*about, "", "", "", "", "")

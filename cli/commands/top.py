@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tokenbus.cli.console import arguments, connection_flags, keyboard
+from tokenbus.cli.console.amounts import duration_text, size_text
 from tokenbus.cli.console.flags import Parser
 from tokenbus.cli.console.plain_text import cells, printable
 from tokenbus.cli.console.session import with_client
@@ -142,12 +143,6 @@ def _row(sheet: messages.WorkerSheet, numbers: messages.WorkerNumbers, memory: m
     )
 
 
-def counts_text(counts: messages.WorkerCounts) -> str:
-    """Describes how many workers are in which state."""
-    states = ", ".join(f"{count:,} {state}" for state, count in sorted(counts.states.items()))
-    return f"{counts.workers:,} {'worker' if counts.workers == 1 else 'workers'}: {states}"
-
-
 def make_table(
     rows: list[Row],
     routers: Sequence[messages.RouterStats] = (),
@@ -213,24 +208,6 @@ def _memory_cells(row: Row) -> dict[str, str]:
         "free": " ".join(f"{name} {size_text(free_mib * _MIB)}" for name, _, free_mib in memory.devices),
         "up": duration_text(max(0.0, time.time() - row.since_ms / 1e3 - memory.engine_since_s)),
     }
-
-
-def size_text(num_bytes: int) -> str:
-    """Returns a number of bytes in a suitable unit, such as `1.5G`."""
-    gib = num_bytes / 2**30
-    return f"{gib:.1f}G" if gib >= 1 else f"{num_bytes / 2**20:.0f}M"
-
-
-def duration_text(seconds: float) -> str:
-    """Returns a time in its two largest units, such as `3d 4h`."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    days, hours = divmod(hours, 24)
-    if days:
-        return f"{days}d {hours}h"
-    if hours:
-        return f"{hours}h {minutes}m"
-    return f"{minutes}m {rest}s" if minutes else f"{rest}s"
 
 
 def _columns_that_fit(cells: list[dict[str, str]], width: int) -> list[str]:

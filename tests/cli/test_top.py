@@ -15,7 +15,8 @@ from tests.router.builders import card, fleet_of
 from tests.router.fleet.test_digests import Sender
 from tokenbus.cli.commands import top
 from tokenbus.cli.commands.models import adapters_of, health_text
-from tokenbus.cli.commands.top import Row, duration_text, make_table
+from tokenbus.cli.commands.top import Row, make_table
+from tokenbus.cli.console.amounts import duration_text
 from tokenbus.client.wire.fleet_picture import FleetPicture
 from tokenbus.client.wire.wire_client import WireClient
 from tokenbus.protocol.wire import codec, messages

@@ -36,7 +36,10 @@ def check(shown: str, times: int) -> None:
 async def test_the_list_of_models(summary: bool, capsys: pytest.CaptureFixture[str]) -> None:
     options = argparse.Namespace(model=None, summary=summary, json=False)
     assert await models._list(options, cast("WireClient", Client())) == 0
-    check(capsys.readouterr().out, 3 if summary else 4)
+    shown = capsys.readouterr().out
+    check(shown, 3 if summary else 4)
+    head, row, *_ = shown.splitlines()
+    assert (head.index("context") + len("context"), head.split()[-1]) == (row.index("512") + 3, "waiting")
 
 
 async def test_the_table_of_top(capsys: pytest.CaptureFixture[str]) -> None:
