@@ -18,6 +18,9 @@ MAX_TOOL_NAME_CHARS = 128
 """Names of tools from MCP servers begin with the server's name."""
 MAX_TOOL_PROPERTIES = 4_000
 """The properties of all tools of a request. At this limit, their grammar takes about a second to compile."""
+MAX_TOOL_VALUES = 20_000
+"""The objects and arrays in the parameters of all tools of a request. Routers and workers stand still for about 0.2 s
+while they read as many."""
 MAX_TOOL_BYTES = 64 * 1024
 """Size of one tool, as JSON: name, description and parameters."""
 MAX_SALT_BYTES = 256

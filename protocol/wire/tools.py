@@ -1,8 +1,7 @@
 """Validates the tools of a request, and bounds JSON schemas, since an engine compiles them."""
 
 import re
-from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -19,14 +18,20 @@ def check_tools(tools: list[dict[str, Any]]) -> None:
     if len(tools) > limits.MAX_TOOLS:
         raise invalid_field("tools", f"at most {limits.MAX_TOOLS} tools are allowed, got {len(tools)}")
     names: set[str] = set()
+    total = _Members()
     for index, tool in enumerate(tools):
         path = f"tools[{index}]"
         name = _check_tool(tool, path)
         if name in names:
             raise invalid_field(f"{path}.function.name", f"{name!r} is also the name of an earlier tool")
         names.add(name)
-    # after the checks of each tool, which bound its nesting
-    check_members([tool["function"].get("parameters") for tool in tools], "tools", limits.MAX_TOOL_PROPERTIES)
+        found = _count_members(tool["function"].get("parameters"))
+        _check_counts(found, f"{path}.function.parameters", limits.MAX_SCHEMA_PROPERTIES)
+        total = _Members(*map(sum, zip(total, found, strict=True)))
+        if total.values > limits.MAX_TOOL_VALUES:
+            problem = f"must have at most {limits.MAX_TOOL_VALUES} objects and arrays in their parameters"
+            raise invalid_field("tools", problem)
+    _check_counts(total, "tools", limits.MAX_TOOL_PROPERTIES)
 
 
 def check_tool_choice(choice: str | dict[str, Any] | None, tools: list[dict[str, Any]]) -> None:
@@ -60,12 +65,9 @@ def check_free_form(value: object, path: str) -> None:
         raise invalid_field(path, "must not have an integer of more than 64 bits") from error
 
 
-def check_members(value: object, path: str, max_properties: int) -> None:
-    """Raises RequestError for a schema, or a list of them, with too many properties or patterns."""
-    for names, most in ((_PROPERTIES, max_properties), (_PATTERNS, limits.MAX_SCHEMA_PATTERNS)):
-        count = _count_members(value, names)
-        if count > most:
-            raise invalid_field(path, f"must have at most {most} {' and '.join(names)}, got {count}")
+def check_members(schema: object, path: str, max_properties: int) -> None:
+    """Raises RequestError for a schema with too many properties or patterns."""
+    _check_counts(_count_members(schema), path, max_properties)
 
 
 def check_json_size(value: object, path: str, most: int) -> None:
@@ -96,15 +98,40 @@ def _check_tool(tool: dict[str, Any], path: str) -> str:
     if (function.get("parameters") or {}).get("type", "object") != "object":
         raise invalid_field(f"{path}.parameters.type", "must be object: arguments have names")
     check_json_size(function, path, limits.MAX_TOOL_BYTES)
-    check_members(function.get("parameters"), f"{path}.parameters", limits.MAX_SCHEMA_PROPERTIES)
     return name
 
 
-def _count_members(value: object, names: Sequence[str]) -> int:
-    """Counts the members of all objects that have one of these names."""
-    if isinstance(value, list):
-        return sum(_count_members(child, names) for child in value)
-    if not isinstance(value, dict):
-        return 0
-    own = sum(len(value[name]) for name in names if isinstance(value.get(name), dict))
-    return own + sum(_count_members(child, names) for child in value.values())
+class _Members(NamedTuple):
+    """Counts of what makes schemas costly."""
+
+    values: int = 0
+    """The objects and arrays of which they consist."""
+    properties: int = 0
+    patterns: int = 0
+
+
+def _count_members(schema: object) -> _Members:
+    values = properties = patterns = 0
+    left = [schema]
+    while left:
+        one = left.pop()
+        if isinstance(one, dict):
+            properties += sum(len(one[name]) for name in _PROPERTIES if isinstance(one.get(name), dict))
+            patterns += sum(len(one[name]) for name in _PATTERNS if isinstance(one.get(name), dict))
+            left += [child for child in one.values() if isinstance(child, (dict, list))]
+        elif isinstance(one, list):
+            left += [child for child in one if isinstance(child, (dict, list))]
+        else:
+            continue
+        values += 1
+    return _Members(values, properties, patterns)
+
+
+def _check_counts(found: _Members, path: str, max_properties: int) -> None:
+    """Raises RequestError for too many properties or patterns."""
+    for names, most, count in (
+        (_PROPERTIES, max_properties, found.properties),
+        (_PATTERNS, limits.MAX_SCHEMA_PATTERNS, found.patterns),
+    ):
+        if count > most:
+            raise invalid_field(path, f"must have at most {most} {' and '.join(names)}, got {count}")

@@ -128,6 +128,17 @@ def test_all_tools_together_have_a_limit_of_properties() -> None:
     assert refusal(*tools(limits.MAX_TOOL_PROPERTIES + 1)).param == "tools"
 
 
+def test_all_tools_together_have_a_limit_of_objects_and_arrays() -> None:
+    """The parameters of each are an object with an array of `count` objects."""
+
+    def tools(*counts: int) -> list[dict[str, Any]]:
+        return [tool(f"f{place}", parameters={"enum": [{}] * count}) for place, count in enumerate(counts)]
+
+    quarter = limits.MAX_TOOL_VALUES // 4 - 2
+    check(*tools(quarter, quarter, quarter, quarter))
+    assert refusal(*tools(quarter, quarter, quarter, quarter + 1)).param == "tools"
+
+
 def test_each_tool_has_the_limit_of_properties_that_a_schema_has() -> None:
     def parameters(count: int) -> dict[str, Any]:
         return {"properties": {f"p{number}": {} for number in range(count)}}

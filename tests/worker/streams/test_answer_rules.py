@@ -1,14 +1,18 @@
 """The prompt's end, the tools and the constraints of a request decide how its answer is parsed and what it may be."""
 
+import time
 from typing import Any
 
 import pytest
 
 from tests.support.answers import known
+from tests.support.reasoning_vocabulary import KNOWN
 from tests.support.tiny_vocabulary import compiler
 from tests.worker.engine_client.test_parsed_generation import CALL, FORMAT, HELLO, PIECES, RULES, TURN
 from tokenbus.protocol.wire import codec, errors, internal, messages
 from tokenbus.protocol.wire.params import GenerationParams, JsonSchema, ReasoningOptions
+from tokenbus.protocol.wire.tools import check_tools
+from tokenbus.worker.broker.fence import FENCE_S
 from tokenbus.worker.chat_format.chat_rules import ChatRules
 from tokenbus.worker.contract import engine_request
 from tokenbus.worker.contract.chat_format import ChatFormat
@@ -192,3 +196,33 @@ def test_a_call_may_follow_a_continued_text_only_where_it_has_a_marker() -> None
     assert "call_0" in found.source
     bare = ChatRules(known("llama-3"), PIECES)
     assert rules_for([TURN, HELLO], bare, continue_final_message=True, tools=TOOLS).constraint is None
+
+
+REFERRING = {f"p{number}": {"$ref": "#/$defs/d"} for number in range(900)}
+COSTLY: dict[str, dict[str, Any]] = {
+    "a text of a list to which all members refer": {
+        "$defs": {"d": {"enum": [f"{number:04}" for number in range(4_000)]}},
+        "properties": REFERRING,
+    },
+    "much beside what all members refer to": {
+        "$defs": {"d": {"type": "string"}, "other": {"anyOf": [{"const": 1}] * 3_000}},
+        "properties": REFERRING,
+    },
+    "alternatives of alternatives": {
+        "$defs": {f"d{level}": {"anyOf": [{"$ref": f"#/$defs/d{level + 1}"}] * 50} for level in range(9)},
+        "properties": {"p": {"$ref": "#/$defs/d0"}},
+    },
+    "many levels above many alternatives": {"anyOf": [{"const": 1}] * 4_000},
+}
+for _ in range(25):
+    COSTLY["many levels above many alternatives"] = {"anyOf": [COSTLY["many levels above many alternatives"]]}
+
+
+@pytest.mark.parametrize("what", COSTLY)
+@pytest.mark.parametrize("name", ["qwen-tags", "gemma-4", "hermes"])
+def test_no_tools_stop_a_frontend_for_as_long_as_would_make_it_give_up_its_streams(name: str, what: str) -> None:
+    tools = [{"type": "function", "function": {"name": f"f{n}", "parameters": COSTLY[what]}} for n in range(4)]
+    check_tools(tools)
+    began = time.process_time()
+    rules_for([TURN], ChatRules(KNOWN[name], PIECES), tools=tools)
+    assert time.process_time() - began < FENCE_S
