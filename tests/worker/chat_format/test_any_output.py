@@ -16,19 +16,22 @@ from tokenbus.worker.chat_format.known_formats import KNOWN_FORMATS, KnownFormat
 from tokenbus.worker.chat_format.parsing import deltas
 from tokenbus.worker.chat_format.parsing.markers import MAX_WHITESPACE, Rules
 from tokenbus.worker.chat_format.parsing.parser import AnswerParser
-from tokenbus.worker.contract.chat_format import ChatFormat
+from tokenbus.worker.contract.chat_format import Calls, ChatFormat, Kind
 
 TOOLS: dict[str, dict[str, object]] = {
     "f": {"type": "object", "properties": {"a": {"type": "string"}, "b": {"type": "integer"}, "c": {}}},
     "get_weather": {},
 }
+NAMES_AS_KEYS = ChatFormat(
+    calls=Calls(kind=Kind.JSON, section_open="<|tools|>[", section_close="]<|/tools|>", separator=", ", name_key="")
+)
 SPECIAL = re.compile(r"<\|[^|>]+\|>|<｜[^｜>]+｜>|｜DSML｜|\[/?[A-Z_]+\]|</?[a-z_|]+>")
 TEXTS = (
     "f", "get_weather", '{"name": "f", "arguments": {"a": 1}}', '{"a": "b"}', '"name"', '"arguments"', "{", "}", '"',
     "'", "[", "]", "(", ")", ":", ",", "=", "\\", "\\u00e9", "1", "-1.5e3", "true", "None", "a", "b", "a=", 'a="x"',
     " ", "\n", "\n\n", " " * (MAX_WHITESPACE - 1), "\t" * (MAX_WHITESPACE + 7), "x" * 1200, "x < y", "é🌸", "<",
     ">", "/>",
-    "functions.f:0", "analysis", "final", " to=functions.f", "\ud800", "\udfff",
+    '{"f": {"a": 1}, "f": {}}', "functions.f:0", "analysis", "final", " to=functions.f", "\ud800", "\udfff",
 )  # fmt: skip
 
 
@@ -53,7 +56,7 @@ def markers(form: ChatFormat) -> list[str]:
 @st.composite
 def outputs(draw: st.DrawFn) -> tuple[Rules, list[Token]]:
     """Draws a format, whose special tokens are known or not, and tokens made of its markers and of other texts."""
-    form = draw(st.sampled_from(KNOWN_FORMATS)).format
+    form = draw(st.sampled_from([*(known.format for known in KNOWN_FORMATS), NAMES_AS_KEYS]))
     texts = markers(form)
     special = sorted({found for text in texts for found in SPECIAL.findall(text)})
     if special and draw(st.booleans()):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import msgspec
 import pytest
 
 from tests.support.answers import ORDINARY, Answer, known, read
@@ -15,6 +16,9 @@ from tokenbus.worker.contract.chat_format import Calls, ChatFormat, Kind, Reason
 
 HERMES = known("hermes")
 TAGS = known("qwen-tags")
+NAMES_AS_KEYS = ChatFormat(
+    calls=Calls(kind=Kind.JSON, section_open="<|tools|>[", section_close="]", separator=", ", name_key="")
+)
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
 WEATHER: dict[str, dict[str, object]] = {
     "f": {
@@ -133,9 +137,7 @@ EXAMPLES = [
         ("", "r", ["f"]),
     ),
     (
-        ChatFormat(
-            calls=Calls(kind=Kind.JSON, section_open="<|tools|>[", section_close="]", separator=", ", name_key="")
-        ),
+        NAMES_AS_KEYS,
         '<|tools|>[{"f": {"a": 1}}, {"f": {"a": 1}}]',
         ("", "", ["f", "f"]),
     ),
@@ -256,6 +258,13 @@ def test_a_call_inside_of_reasoning_ends_it_only_where_the_format_says_so() -> N
 @pytest.mark.parametrize("pieces", [0, 1])
 def test_whitespace_belongs_to_markers_where_the_template_writes_it(output: str, content: str, pieces: int) -> None:
     assert read(HERMES, output, pieces=pieces).content == content
+
+
+@pytest.mark.parametrize("pieces", [0, 1])
+def test_whitespace_before_a_marker_is_held_back_while_it_may_be_one_of_several(pieces: int) -> None:
+    form = msgspec.structs.replace(HERMES, turn_close=("<|end|>",))
+    assert read(form, f"hi\n{CALL}", pieces=pieces).content == "hi"
+    assert read(form, "hi\n<|end|>", pieces=pieces).content == "hi\n"
 
 
 def test_content_goes_out_as_it_comes_but_for_what_may_be_a_marker() -> None:
@@ -485,3 +494,18 @@ def test_an_answer_that_continues_a_text_has_all_of_what_is_new(name: str) -> No
     parser = AnswerParser(Rules(form), tools={"f": {}}, key="", generation_prompt=prompt, continues=True)
     text = '\n {"name": "f", "parameters": {}}'
     assert parser.feed_text(text) + parser.finish(cut_off=False) == [deltas.Content(text)]
+
+
+@pytest.mark.parametrize("hold", [False, True])
+@pytest.mark.parametrize(
+    ("form", "output"),
+    [
+        (HERMES, '<tool_call>{"name": "f", "arguments": {}, "name": "g"}</tool_call>'),
+        (NAMES_AS_KEYS, '<|tools|>[{"f": {}, "g": {}}]'),
+        (NAMES_AS_KEYS, '<|tools|>[{"f": null, "f": {}}]'),
+    ],
+)
+def test_a_call_with_two_names_is_malformed(form: ChatFormat, output: str, *, hold: bool) -> None:
+    answer = read(form, output, hold=hold, pieces=1)
+    assert [call.complete for call in answer.calls] == [False] * (not hold)
+    assert output.endswith(answer.content)

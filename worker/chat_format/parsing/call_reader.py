@@ -281,15 +281,18 @@ class JsonCall(CallReader):
             self._key = _decode_text(text)
             self._field = _Field.COLON
             if not self._calls.name_key:
-                self._begin(self._key)
+                self._begin_once(self._key)
         elif field is _Field.NAME:
-            if self._begun:
-                raise Malformed
-            self._begin(_decode_text(text))
+            self._begin_once(_decode_text(text))
         elif field is _Field.ID:
             self._id = text.strip('"')
         elif field is _Field.ENCODED and text != "null":
             self._write([_decode_object(text)])
+
+    def _begin_once(self, name: str) -> None:
+        if self._begun:
+            raise Malformed
+        self._begin(name)
 
     def _end_object(self, cursor: Cursor) -> None:
         if not self._begun:

@@ -164,9 +164,12 @@ class TextReader:
                 if one.only_first and not is_first and not (self.in_prompt and one.to is To.REASONING):
                     continue
                 end = one.marker.match(text, at)
-                if isinstance(end, int) or (end is MarkerMatch.MORE and not cursor.ended):
-                    self._say_until(at, one, is_first=is_first)
-                    return self._exit(one, at, end) if isinstance(end, int) else None
+                if isinstance(end, int):
+                    self._say_until(at, is_first=is_first, owns_whitespace=bool(one.marker.before))
+                    return self._exit(one, at, end)
+                if end is MarkerMatch.MORE and not cursor.ended:
+                    self._say_until(at, is_first=is_first, owns_whitespace=scan.owns_whitespace)
+                    return None
             at += 1
         self._say_rest()
         return None
@@ -187,11 +190,11 @@ class TextReader:
         self._skip = ""
         return True
 
-    def _say_until(self, at: int, found: Exit, *, is_first: bool) -> None:
-        """Passes on the text before a potential marker."""
+    def _say_until(self, at: int, *, is_first: bool, owns_whitespace: bool) -> None:
+        """Passes on the text before a potential marker, excluding whitespace that may belong to it."""
         text, start = self._cursor.text, self._cursor.at
         end = start if is_first else at
-        if found.marker.before and not is_first:
+        if owns_whitespace and not is_first:
             edge = max(start, at - MAX_WHITESPACE)
             end = edge + len(text[edge:at].rstrip())
         self.is_first = is_first
