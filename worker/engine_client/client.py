@@ -19,10 +19,11 @@ from tokenbus.worker.engine.process import ipc
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason
 from tokenbus.worker.engine_client import admission, sequences
 from tokenbus.worker.engine_client.admission import CapacityLimit
+from tokenbus.worker.engine_client.answer_reader import AnswerReader
 from tokenbus.worker.engine_client.engine_calls import EngineAdapters, PendingCalls, PoolingCalls
 from tokenbus.worker.engine_client.engine_faults import CrashAttribution, StepWatchdog
 from tokenbus.worker.engine_client.engine_process import EngineConnection, EngineDiedError, EngineLink
-from tokenbus.worker.engine_client.generation import AnswerReader, Generation
+from tokenbus.worker.engine_client.generation import Generation
 from tokenbus.worker.engine_client.listener import EngineListener
 from tokenbus.worker.engine_client.sequences import OpenSequences
 from tokenbus.worker.files.device_memory import DeviceMemory

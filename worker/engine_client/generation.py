@@ -7,95 +7,19 @@ depends on them, such as held-back text, is as if they had been sampled here."""
 import asyncio
 import time
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from msgspec import UNSET
 
 from tokenbus.protocol.wire import codec, errors, limits, messages
 from tokenbus.protocol.wire.traces import GAP_BUCKETS
-from tokenbus.worker.chat_format.chat_rules import ChatRules
-from tokenbus.worker.chat_format.parsing import deltas
-from tokenbus.worker.chat_format.parsing.parser import AnswerParser
 from tokenbus.worker.contract import engine_output, engine_request
 from tokenbus.worker.engine.process.ipc import SequenceOutput
 from tokenbus.worker.engine.scheduling.plan import ScoredTokens
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason, FinishRule
+from tokenbus.worker.engine_client.answer_reader import AnswerReader
 from tokenbus.worker.engine_client.detokenizer import Detokenizer
-
-
-class AnswerReader:
-    """Separates the reasoning and the tool calls of one answer from its text."""
-
-    def __init__(self, rules: ChatRules, request: engine_request.EngineRequest) -> None:
-        parsing = request.parsing
-        assert parsing is not None, request
-        self._rules = rules
-        self._parser = AnswerParser(
-            rules.rules,
-            tools=parsing.tools,
-            key=request.key,
-            generation_prompt=parsing.generation_prompt,
-            continues=parsing.continues,
-            hold_calls=parsing.hold_calls,
-        )
-        self._reasoning: list[str] = []
-        self._calls: dict[int, engine_output.ToolCallPart] = {}
-        self.reasoning_tokens = 0
-
-    @property
-    def has_calls(self) -> bool:
-        """Whether the answer has tool calls, all complete."""
-        return self._parser.calls > 0 and not self._parser.has_incomplete_call
-
-    @property
-    def has_parts(self) -> bool:
-        """Whether reasoning or tool calls have been read since they were last taken."""
-        return bool(self._reasoning or self._calls)
-
-    def is_marker(self, token_id: int) -> bool:
-        """Whether a token is a marker, or part of one: held-back text must be read before it."""
-        return self._rules.is_marker(token_id)
-
-    def read(self, token_id: int, text: str) -> str:
-        """Takes a token and the text that may be published now; returns the part that is the answer's text."""
-        self.reasoning_tokens += self._parser.is_reasoning
-        found = self._parser.feed(token_id, text)
-        if len(found) == 1 and isinstance(found[0], deltas.Content):  # the usual case
-            return found[0].text
-        return self._take(found)
-
-    def read_text(self, text: str) -> str:
-        """Takes held-back text; returns the part that is the answer's text."""
-        if not text:
-            return ""
-        return self._take(self._parser.feed_text(text))
-
-    def finish(self, *, cut_off: bool) -> str:
-        """Returns the held-back text at the end of the answer. `cut_off`: the model had not finished."""
-        return self._take(self._parser.finish(cut_off=cut_off))
-
-    def take_parts(self) -> engine_output.AnswerParts:
-        """Returns the reasoning and the tool calls read since the last call."""
-        parts = engine_output.AnswerParts("".join(self._reasoning), tuple(self._calls.values()))
-        self._reasoning, self._calls = [], {}
-        return parts
-
-    def _take(self, found: Iterable[deltas.Delta]) -> str:
-        text = ""
-        for delta in found:
-            match delta:
-                case deltas.Content(more):
-                    text += more
-                case deltas.ReasoningDelta(more):
-                    self._reasoning.append(more)
-                case deltas.CallBegin(index, call_id, name):
-                    self._calls[index] = engine_output.ToolCallPart(index, "", call_id, name)
-                case deltas.CallArguments(index, fragment):
-                    part = self._calls.get(index, engine_output.ToolCallPart(index))
-                    self._calls[index] = part._replace(arguments=part.arguments + fragment)
-        return text
-
 
 _FAILURES = {
     EngineFinishReason.INSUFFICIENT_MEMORY: errors.make_error(errors.Code.INSUFFICIENT_MEMORY),
@@ -178,18 +102,24 @@ class Generation:
     def resume(self, end_token_ids: Sequence[int]) -> None:
         """Resumes the completion that the request continues: hands out its tokens, with their text.
 
-        Raises RequestError, and hands out nothing, if the completion ends before the last of them, or takes too long to
-        read. If it ends with the last one, it is complete: call `end_resumed`, and give it to no engine."""
+        Raises RequestError, and hands out nothing, if the completion ends before the last of them, or can't be read, or
+        not fast enough. If it ends with the last one, it is complete: call `end_resumed`, and give it to no engine."""
         resumed = self.request.resumed
         if resumed is None:
             return
         constrained = self.request.constraint is not None
         rule = FinishRule(self.request.sampling, end_token_ids, constrained=constrained)
-        if self._reader is None:
-            texts = self._add_resumed(resumed.token_ids, rule)
-            parts: dict[int, engine_output.AnswerParts] = {}
-        else:
-            texts, parts = self._read_resumed(resumed.token_ids, rule)
+        parts: dict[int, engine_output.AnswerParts] = {}
+        try:
+            if self._reader is None:
+                texts = self._add_resumed(resumed.token_ids, rule)
+            else:
+                texts, parts = self._read_resumed(resumed.token_ids, rule)
+        except errors.RequestError:
+            raise
+        except Exception as error:  # a bug in reading its tokens: its router gets an answer all the same
+            self._report(f"the tokens of {self.request.key} could not be read", error)
+            raise errors.request_error(errors.Code.INTERNAL) from None
         self.sampled.extend(resumed.token_ids)
         self._elapsed_ms, self._first_token = resumed.elapsed_ms, resumed
         whole = engine_output.Output(
@@ -203,7 +133,10 @@ class Generation:
 
     def end_resumed(self, now: float) -> None:
         """Ends a generation that was complete with the request's last resumed token."""
-        self._complete(engine_output.Output(), now)
+        try:
+            self._complete(engine_output.Output(), now)
+        except Exception as error:  # a bug in reading its tokens
+            self._break_off(error, now)
 
     def progress(self, processed_tokens: int, cached_tokens: int) -> bool:
         """Hands out the prompt's progress, if it has changed and is wanted; returns whether the sink failed."""
@@ -235,6 +168,16 @@ class Generation:
 
     def advance(self, output: SequenceOutput, now: float) -> bool:
         """Takes a step's output; returns whether the generation has ended, possibly before the engine knows."""
+        num_before = len(self.sampled)
+        try:
+            return self._advance(output, now)
+        except Exception as error:  # a bug in reading its tokens ends this generation, never its neighbours' step
+            del self.sampled[num_before:]  # nobody got them
+            self._detokenizer.num_tokens = num_before
+            self._break_off(error, now)
+            return True
+
+    def _advance(self, output: SequenceOutput, now: float) -> bool:
         if not output.token_ids:
             assert output.finish_reason is not None
             self.fail(self._failure(output.finish_reason), now)
@@ -271,12 +214,25 @@ class Generation:
         return True
 
     def cancel(self, now: float) -> None:
-        held = self._rest(self._detokenizer.flush(), cut_off=True)
+        try:
+            held = self._rest(self._detokenizer.flush(), cut_off=True)
+        except Exception as error:  # a bug in reading its tokens
+            self._break_off(error, now)
+            return
         self._finish(engine_output.Output(text=held, finish_reason=messages.FinishReason.CANCELLED), now)
 
     def fail(self, error: errors.Error, now: float) -> None:
         """Ends it with an error: its engine is gone, or its constraint can't be compiled."""
         self._finish(engine_output.Output(finish_reason=messages.FinishReason.ERROR, error=error), now)
+
+    def _break_off(self, error: Exception, now: float) -> None:
+        """Ends it because of a bug."""
+        self._report(f"the tokens of {self.request.key} could not be read", error)
+        if not self.has_ended:
+            self.fail(errors.make_error(errors.Code.INTERNAL), now)
+
+    def _report(self, problem: str, error: Exception) -> None:
+        asyncio.get_running_loop().call_exception_handler({"message": problem, "exception": error})
 
     def _add_resumed(self, token_ids: Sequence[int], rule: FinishRule) -> list[str]:
         """Counts the given tokens and returns the text that came with each. Only the last of them may complete the
@@ -385,8 +341,7 @@ class Generation:
             self._sink(output)
         except Exception as error:  # a bug in one sink ends its own stream, never its neighbours' step
             self._sink_failed = True
-            context = {"message": f"the sink of {self.request.key} failed", "exception": error}
-            asyncio.get_running_loop().call_exception_handler(context)
+            self._report(f"the sink of {self.request.key} failed", error)
 
     def _usage(self) -> messages.Usage:
         prompt, completion = len(self.request.token_ids), self._detokenizer.num_tokens

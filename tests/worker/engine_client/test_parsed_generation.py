@@ -1,5 +1,7 @@
 """Reasoning and tool calls are told apart from the text token by token, and wherever an answer is continued."""
 
+import asyncio
+import sys
 from typing import Any
 
 import pytest
@@ -15,7 +17,8 @@ from tokenbus.worker.contract.contract import StreamValidator
 from tokenbus.worker.engine.process import ipc
 from tokenbus.worker.engine.scheduling.sequence import FinishRule
 from tokenbus.worker.engine_client import generation
-from tokenbus.worker.engine_client.generation import AnswerReader, Generation
+from tokenbus.worker.engine_client.answer_reader import AnswerReader
+from tokenbus.worker.engine_client.generation import Generation
 
 PIECES = [
     *(b"", b"", b"", b"</think>", b"<|assistant|>", b"\n", b"Hello", b" ST", b"OP", b'{"name": "f", "arguments": '),
@@ -198,3 +201,34 @@ def test_given_tokens_that_take_too_long_to_read_are_refused(monkeypatch: pytest
     with pytest.raises(errors.RequestError) as refused:
         Answering(max_tokens=100_000, resumed=after(*[CALL, LINE] * 10_000))
     assert (refused.value.error.code, refused.value.error.param) == (errors.Code.UNSUPPORTED, "resume_from")
+
+
+class _BrokenReader(AnswerReader):
+    """Has a bug that shows at one token."""
+
+    def read(self, token_id: int, text: str) -> str:
+        if token_id == ONE:
+            raise ZeroDivisionError
+        return super().read(token_id, text)
+
+    def finish(self, *, cut_off: bool) -> str:
+        raise ZeroDivisionError
+
+
+async def test_a_bug_in_reading_an_answer_ends_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    problems: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: problems.append(context["exception"]))
+    monkeypatch.setattr(sys.modules[__name__], "AnswerReader", _BrokenReader)
+    for token_ids, cancels in (((HELLO, ONE), False), ((HELLO, EOS), False), ((HELLO,), True)):
+        answering = Answering().sample(*token_ids)
+        if cancels:
+            answering.generation.cancel(12.0)
+        terminal = answering.outputs[-1]
+        assert terminal.error is not None
+        assert (terminal.error.code, terminal.text) == (errors.Code.INTERNAL, "")
+        assert answering.generation.has_ended
+    with pytest.raises(errors.RequestError) as refused:
+        Answering(resumed=after(HELLO, ONE))
+    assert refused.value.error.code is errors.Code.INTERNAL
+    Answering(resumed=after(HELLO, EOS)).sample()
+    assert len(problems) == 5
