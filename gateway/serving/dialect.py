@@ -14,6 +14,7 @@ import msgspec
 from tokenbus.client.wire.wire_client import WireClient
 from tokenbus.gateway.admission.callers import Caller
 from tokenbus.gateway.http import http_errors, rate_limit_headers
+from tokenbus.gateway.http.body import LargeBodyParser
 from tokenbus.gateway.http.http_errors import ErrorResponse, NameOf
 from tokenbus.gateway.http.response_writer import EVENT_STREAM, LimitHeaders
 from tokenbus.gateway.serving import conversation
@@ -266,6 +267,7 @@ class ApiEndpoint(Generic[BodyT]):
 
         Raises UnnamedModelError for a body without a model or default, UnreadRecordsError for one that refers to
         records not in `earlier`, and RequestError or ApiError with the API's name for the field at fault."""
+        codec.check_structure(payload, codec.Encoding.JSON)
         body = self._decoder.decode(payload, codec.Encoding.JSON)
         model = _checked_model(body.model or default_model)
         given = self._unserved_values(body)
@@ -302,9 +304,9 @@ class RecordResource(NamedTuple):
     path: str
     summary: str
     response: type[msgspec.Struct]
-    answer: Callable[[TenantRecords, str, Mapping[str, str]], Awaitable[bytes]]
-    """Returns the body of the response, given the tenant's records, the name in the path and the query. Raises
-    RequestError and ApiError."""
+    answer: Callable[[TenantRecords, str, Mapping[str, str], LargeBodyParser], Awaitable[bytes]]
+    """Returns the body of the response, given the tenant's records, the name in the path, the query, and what expands
+    records. Raises RequestError and ApiError."""
     query: Mapping[str, Any] = {}
     """The types of the known parameters of the query, by name."""
 

@@ -5,13 +5,13 @@ import functools
 import math
 import re
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Generic, TypeVar
 
 import msgspec
 from msgspec import UNSET, UnsetType, inspect
 
-from tokenbus.protocol.wire import errors, limits
+from tokenbus.protocol.wire import errors, limits, structure
 
 _PATH = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
 """Anchored at the end: a value or key from the sender could look like a path."""
@@ -36,7 +36,7 @@ _LARGEST_EXACT = 2.0**53
 _MAX_LENIENT_VALUES = 1 << 19
 """The most members and items, beside those of plain lists and free-form values, of a message that is decoded without
 types: to look at so many takes 0.3 s, and at those of 16 MiB ten. What is right has fewer, or needs no leniency."""
-_WITHOUT_FLOATS = (int, str, bytes, bool, type(None), UnsetType)
+_WITHOUT_FLOATS = frozenset((int, str, bytes, bool, type(None), UnsetType))
 _PLAIN_TYPES = frozenset((int, str))
 _NOT_FINITE_64 = re.compile(rb"\xcb[\x7f\xff][\xf0-\xff]").search
 _NOT_FINITE_32 = re.compile(rb"\xca[\x7f\xff][\x80-\xff]").search
@@ -197,6 +197,7 @@ class Decoder(Generic[MessageT]):
         return message
 
     def _lenient(self, payload: bytes, encoding: Encoding) -> MessageT:
+        check_structure(payload, encoding)
         try:
             raw = msgspec.json.decode(payload) if encoding is Encoding.JSON else msgspec.msgpack.decode(payload)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -216,19 +217,21 @@ class Decoder(Generic[MessageT]):
 
 
 def _check_finite(value: Any) -> None:
-    if isinstance(value, float) and not math.isfinite(value):
-        raise _invalid("NaN and infinite numbers are not allowed")
+    """Raises RequestError(invalid_request) if a struct, list or dict has a number in it that is not finite."""
+    children: Iterable[Any] = ()
     if isinstance(value, msgspec.Struct):
-        for name in _fields_with_floats(type(value)):
-            if type(child := getattr(value, name)) not in _WITHOUT_FLOATS:
-                _check_finite(child)
-        return
-    if _is_plain(value):
-        return
-    if isinstance(value, dict):
-        value = (*value, *value.values())
-    for child in value if isinstance(value, (list, tuple)) else ():
-        _check_finite(child)
+        children = [getattr(value, name) for name in _fields_with_floats(type(value))]
+    elif isinstance(value, dict):
+        children = (*value, *value.values())
+    elif isinstance(value, (list, tuple)) and not _is_plain(value):
+        children = value
+    for child in children:
+        if type(child) in _WITHOUT_FLOATS:
+            continue
+        if type(child) is not float:
+            _check_finite(child)
+        elif not math.isfinite(child):
+            raise _invalid("NaN and infinite numbers are not allowed")
 
 
 @functools.cache
@@ -248,6 +251,14 @@ def _is_plain(value: Any) -> bool:
 
 
 _LABELS = {Encoding.JSON: "JSON", Encoding.MSGPACK: "MessagePack"}
+
+
+def check_structure(payload: bytes, encoding: Encoding) -> None:
+    """Raises RequestError(invalid_request) for a message of so many lists, objects and strings that decoding it would
+    take seconds, and a gibibyte."""
+    has_more = structure.json_has_more if encoding is _JSON else structure.msgpack_has_more
+    if has_more(payload, limits.MAX_VALUES):
+        raise _invalid(f"the message has more than {limits.MAX_VALUES} lists, objects and strings")
 
 
 def check_nesting(value: object, path: str) -> None:

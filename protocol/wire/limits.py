@@ -3,6 +3,8 @@
 MAX_ID_BYTES = 128
 MAX_NAME_BYTES = 128
 """Model, tenant, worker and router names. Together they must stay far below the broker's limit for a subject."""
+MAX_VALUES = 1 << 19
+"""Lists, objects and strings of one request; strings don't count while there are fewer lists and objects."""
 MAX_EMBED_INPUTS = 2_048
 """Inputs of one embed request."""
 MAX_RERANK_DOCUMENTS = 1_000

@@ -193,7 +193,7 @@ class Intake:
             key = self._find_key(address)
             if self._parts.announced(message, self._names.tenant_token(message.subject), self._on_generate):
                 return
-            self._check_size(message)
+            self._check_size(message, encoding)
             request = _requests.decode(message.data, encoding)
             validation.check_id(request.id)
             request_id = request.id or ""
@@ -241,7 +241,7 @@ class Intake:
             key = self._find_key(address)
             if self._parts.announced(message, self._names.tenant_token(message.subject), take_whole):
                 return
-            self._check_size(message)
+            self._check_size(message, encoding)
             body = kind.bodies.decode(message.data, encoding)
             validation.check_id(body.id)
             request_id = body.id or secrets.token_urlsafe(16)
@@ -383,12 +383,13 @@ class Intake:
         assert self._keys is not None, address
         return self._keys.find(address.tenant, address.key_id, time.time(), time.monotonic())
 
-    def _check_size(self, message: Msg) -> None:
+    def _check_size(self, message: Msg, encoding: codec.Encoding) -> None:
         if len(message.data) > self._max_request_bytes:
             raise errors.request_error(
                 errors.Code.PAYLOAD_TOO_LARGE,
                 f"the message has {len(message.data)} bytes; the limit is {self._max_request_bytes}",
             )
+        codec.check_structure(message.data, encoding)
 
     def _refuse(self, message: Msg, encoding: codec.Encoding, request_id: str, error: errors.Error) -> None:
         key = f"{self._names.tenant_token(message.subject)}:{request_id}"

@@ -189,6 +189,13 @@ def test_a_body_that_is_no_json_object_is_refused(body: bytes) -> None:
     assert raised.value.error.code is errors.Code.INVALID_REQUEST
 
 
+def test_a_body_of_millions_of_lists_is_refused_before_it_is_decoded() -> None:
+    body = b'{"model": "demo", "tools": [' + b"[]," * 600_000 + b"[]]}"
+    with pytest.raises(errors.RequestError) as raised:
+        chat.ENDPOINT.parse(body, {}, "r-1")
+    assert raised.value.error.message == "the message has more than 524288 lists, objects and strings"
+
+
 def nested(depth: int) -> list[object]:
     value: list[object] = []
     for _ in range(depth - 1):
