@@ -28,7 +28,9 @@ _STALE_S = 86_400.0
 _LEAST_INTERVAL_S = 10.0
 """The issuer is not asked more often, however many tokens name unknown keys."""
 _TIMEOUT_S = 5.0
+"""The time for an answer, and for each step on the way to one."""
 _MAX_BYTES = 1024 * 1024
+_PIECE_BYTES = 64 * 1024
 _MAX_KEYS = 64
 _MAX_SUBJECT_CHARS = 64
 _FAILURES = (OSError, HTTPException, ValueError, KeyError, TypeError, AttributeError, RecursionError)
@@ -134,15 +136,17 @@ class OidcTokens:
 
 
 def _read_keys(entries: list[dict[str, Any]]) -> dict[str, jwt.PyJWK]:
-    """Returns the public keys for signatures by their ids, without those of kinds that are not known here."""
+    """Returns the public keys for signatures by their ids, without those that are malformed or of an unknown kind.
+    Raises ValueError if no others are there."""
     keys = {}
     for entry in entries:
-        if entry.get("use", "sig") != "sig" or entry.get("kty") not in ("RSA", "EC", "OKP"):
-            continue
         try:
-            keys[str(entry.get("kid", ""))] = jwt.PyJWK.from_dict(entry)
-        except jwt.PyJWTError:
+            if entry.get("use", "sig") == "sig" and entry.get("kty") in ("RSA", "EC", "OKP"):
+                keys[str(entry.get("kid", ""))] = jwt.PyJWK.from_dict(entry)
+        except (jwt.PyJWTError, ValueError, TypeError, AttributeError):
             continue
+    if entries and not keys:
+        raise ValueError("none of its keys can be used")
     return keys
 
 
@@ -178,10 +182,15 @@ _opener = urllib.request.build_opener(_NoRedirects)
 
 async def _fetch(url: str) -> bytes:
     def read() -> bytes:
+        content, until = bytearray(), time.monotonic() + _TIMEOUT_S
         with _opener.open(url, timeout=_TIMEOUT_S) as response:
-            content: bytes = response.read(_MAX_BYTES + 1)
-        if len(content) > _MAX_BYTES:
-            raise ValueError(f"its answer has more than {_MAX_BYTES} bytes")
-        return content
+            while part := response.read1(_PIECE_BYTES):
+                content += part
+                if len(content) > _MAX_BYTES:
+                    raise ValueError(f"its answer has more than {_MAX_BYTES} bytes")
+                if time.monotonic() > until:  # or the thread would be taken for as long as a byte comes now and then
+                    raise TimeoutError("its answer takes too long")
+        return bytes(content)
 
-    return await asyncio.to_thread(read)
+    async with asyncio.timeout(2 * _TIMEOUT_S):
+        return await asyncio.to_thread(read)

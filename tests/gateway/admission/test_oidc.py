@@ -17,6 +17,7 @@ from jwt.algorithms import ECAlgorithm, RSAAlgorithm
 from tests.gateway.admission.test_callers import made, ring_of
 from tokenbus.cli import main
 from tokenbus.cli.commands import gateway
+from tokenbus.gateway.admission import oidc
 from tokenbus.gateway.admission.callers import Caller, Callers
 from tokenbus.gateway.admission.keys import ApiKeys
 from tokenbus.gateway.admission.metrics import GatewayMetrics
@@ -43,7 +44,15 @@ class Issuer:
 
     def __init__(self, tenant_claim: str = "", role_claim: str = "") -> None:
         self.clock = 1_000.0
-        self.keys: list[Any] = [public("rsa"), {"kty": "oct", "k": "c2VjcmV0", "kid": "shared"}, {"kty": "RSA"}]
+        shared = {"kty": "oct", "k": "c2VjcmV0", "kid": "shared"}
+        malformed = [
+            {"kty": "RSA"},
+            {"kty": "RSA", "n": 5, "e": "AQAB"},
+            {"kty": "EC", "crv": "P-256", "x": "%"},
+            7,
+            None,
+        ]
+        self.keys: list[Any] = [shared, *malformed, public("rsa")]
         self.asked: list[str] = []
         self.is_away = False
         self.answers_after: asyncio.Event | None = None
@@ -198,10 +207,15 @@ def served() -> Iterator[str]:
                 told = {"keys": [public("rsa")]}
             if self.path.startswith("/huge"):
                 told = "x" * (1 << 20)
+            if self.path.startswith("/slow"):
+                told = "x" * 100
             self.send_response(200)
             if self.path.startswith("/torn"):
                 self.send_header("transfer-encoding", "chunked")
             self.end_headers()
+            for byte in json.dumps(told).encode() if self.path.startswith("/slow") else ():
+                self.wfile.write(bytes((byte,)))
+                time.sleep(0.05)
             self.wfile.write(json.dumps(told).encode())
 
         def log_message(self, *args: Any) -> None: ...
@@ -222,6 +236,15 @@ async def test_keys_are_fetched_over_http_within_bounds_and_without_redirects() 
             with pytest.raises(KeyRefusedError) as raised:
                 await OidcTokens(OidcSettings(url + trap, "tokenbus"), "acme").caller_of(token)
             assert raised.value.problem is KeyProblem.UNAVAILABLE
+
+
+async def test_an_answer_that_trickles_is_waited_for_no_longer_than_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(oidc, "_TIMEOUT_S", 0.2)
+    with served() as url:
+        began_s = time.monotonic()
+        with pytest.raises(TimeoutError, match="takes too long"):
+            await oidc._fetch(f"{url}/slow")
+        assert time.monotonic() - began_s < 2.0
 
 
 def test_an_issuer_needs_an_audience_and_tls_and_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
