@@ -1,4 +1,4 @@
-"""Tells clients how their tenant's requests went: those in flight, and the ends of the last ones, in a ring.
+"""Tells clients how their tenant's requests went: those in flight, and the ends of the last ones.
 
 An end is kept by the router that tells of it (`ends.py`), so that one router of the fleet has it. Nothing of a
 request's text is kept."""
@@ -15,7 +15,7 @@ from tokenbus.router.requests.flights.flight import Flight, Flights
 from tokenbus.router.requests.flights.way import Way
 
 MAX_ENDS = 4_096
-"""Requests that have ended and are remembered."""
+"""Requests that have ended and are remembered. Beyond that, the oldest are forgotten of the tenant that has most."""
 _DEFAULT_LIMIT = 50
 _MAX_GAPS = 14
 """Counts in `gaps`; further ones are not a worker's."""
@@ -61,7 +61,9 @@ class RequestTraces:
         self._flights = flights
         self._max_payload = max_payload
         self._capacity = capacity
-        self._ends: collections.deque[_End] = collections.deque()
+        self._ends: dict[str, collections.deque[_End]] = {}
+        """By tenant, the oldest first."""
+        self._num_ends = 0
         self._by_key: dict[str, _End] = {}
         """The last end of each request key: ids may be used again."""
 
@@ -69,10 +71,10 @@ class RequestTraces:
         return f"<RequestTraces {len(self)} ended>"
 
     def __len__(self) -> int:
-        return len(self._ends)
+        return self._num_ends
 
     def keep(self, flight: Flight, reason: str, code: errors.Code | None, tokens: tuple[int, int, int]) -> None:
-        """Keeps the end of a request, in place of the oldest one if there are too many."""
+        """Keeps the end of a request, in place of an older one if there are too many."""
         now = time.monotonic()
         if flight.ended_by is not None:  # it has run there, even if its accept was not read or came too late
             flight.way.accepted(flight.ended_by, now)
@@ -88,11 +90,22 @@ class RequestTraces:
             flight.completion.first_token,
             _kept(flight.end),
         )
-        self._ends.append(end)
-        if len(self._ends) > self._capacity:
-            oldest = self._ends.popleft()
-            if self._by_key.get(oldest.key) is oldest:
-                del self._by_key[oldest.key]
+        own = self._ends.setdefault(flight.address.tenant, collections.deque())
+        own.append(end)
+        self._num_ends += 1
+        if self._num_ends > self._capacity:
+            self._forget_one(flight.address.tenant)
+
+    def _forget_one(self, tenant: str) -> None:
+        """Forgets the oldest end of this tenant if it has more than its share, or else of the one that has most."""
+        if len(self._ends[tenant]) * len(self._ends) <= self._capacity:
+            tenant = max(self._ends, key=lambda one: len(self._ends[one]))
+        oldest = self._ends[tenant].popleft()
+        self._num_ends -= 1
+        if not self._ends[tenant]:
+            del self._ends[tenant]
+        if self._by_key.get(oldest.key) is oldest:
+            del self._by_key[oldest.key]
 
     def answer(self, reply: str, asked: messages.TraceRequest, encoding: codec.Encoding, tenant: str) -> None:
         """Answers one who asks for requests of a tenant."""
@@ -135,7 +148,7 @@ class RequestTraces:
             if _waited_s(flight.way, flight.received_at, now, _times_of(flight.completion.first_token)) > slower_than_s:
                 yield _of_flight(flight, now, unix_now)
         known = None if request_id is None else self._by_key.get(beginning)
-        for end in reversed(self._ends) if known is None else (known,):
+        for end in reversed(self._ends.get(tenant, ())) if known is None else (known,):
             if not matches(end.key) or (asked.failed and not end.code):
                 continue
             if _waited_s(end.way, end.received_at, end.ended_at, end.times) > slower_than_s:

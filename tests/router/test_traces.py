@@ -107,6 +107,22 @@ def test_only_the_last_ends_are_remembered_the_latest_first() -> None:
     assert len(bed.traces) == 3
 
 
+def test_a_tenant_with_many_requests_makes_the_router_forget_none_of_the_others() -> None:
+    bed = Testbed(capacity=6)
+    bed.ended("a", tenant="acme")
+    bed.ended("b", tenant="globex")
+    for number in range(20):
+        bed.ended(f"r{number}")
+    assert (bed.ids("acme"), bed.ids("globex")) == (["a"], ["b"])
+    assert bed.ids() == ["r19", "r18", "r17", "r16"]
+    for number in range(20):
+        bed.ended(f"c{number}", tenant="acme")
+    assert [len(bed.ids(tenant)) for tenant in ("acme", "globex", "default")] == [2, 1, 3]
+    for number in range(20):
+        bed.ended("d", tenant=f"t{number}")
+    assert len(bed.traces) == len(bed.traces._ends) == 6
+
+
 def test_a_tenant_finds_its_own_requests_only_and_none_by_a_part_of_an_id() -> None:
     bed = Testbed()
     bed.ended("r1", tenant="acme")
@@ -163,7 +179,7 @@ def test_a_trace_keeps_nothing_long_of_what_a_worker_reports() -> None:
         gaps=GAPS + [1] * 100_000,
     )
     bed.ends.tell_ended_by_worker(one)
-    (kept,) = bed.traces._ends
+    (kept,) = bed.traces._ends["default"]
     assert kept.end is not None
     assert len(codec.encode(kept.end)) < 1_000
     assert bed.find()[0].gaps == GAPS
