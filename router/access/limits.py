@@ -302,6 +302,7 @@ class Limits:
                 self.windows.popitem(last=False)
                 self._clients.clear()
             share = self.windows[account] = WindowShare(limit, seconds)
+        self.windows.move_to_end(account)  # each time that one is dropped, all clients are looked up again
         share.set_limit(limit)
         return account, share
 
@@ -314,6 +315,7 @@ class Limits:
                 del self.slots[idle]
                 self._clients.clear()
             slots = self.slots[account] = SlotShare(limit)
+        self.slots.move_to_end(account)
         slots.set_limit(limit)
         return account, slots
 

@@ -1,10 +1,12 @@
 """Viewers of a fleet see their own limits, and operators those that refuse most."""
 
+import pytest
+
 from tokenbus.cli.commands.top import limits_text
 from tokenbus.client.wire.fleet_picture import FleetPicture
 from tokenbus.protocol.access.keys import KeyLimits
 from tokenbus.protocol.wire import messages, subjects
-from tokenbus.router.access.limits import Limits, TenantLimits, Ticket
+from tokenbus.router.access.limits import Account, Limits, TenantLimits, Ticket
 
 KEYS = {"aaaaaaaaaa": KeyLimits(requests_per_minute=60, concurrency=8), "bbbbbbbbbb": KeyLimits(requests_per_minute=30)}
 NOW = 1_000.0
@@ -69,3 +71,17 @@ def test_what_several_routers_tell_of_a_limit_is_put_together() -> None:
     assert limits_text(seen) == (
         "limits of tenant acme: 12 of 60 requests left, 2 of 8 open, 4 refused in the last minute"
     )
+
+
+def test_the_limits_of_clients_that_come_again_and_again_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tokenbus.router.access.limits.MAX_ACCOUNTS", 8)
+    made = Limits(TenantLimits(requests_per_minute=60, concurrency=2), {}, None)
+    address = subjects.ModelAddress("m", "acme")
+    for number in range(100):
+        if number == 20:
+            window = made.windows[Account("=acme", "requests")]
+            slots = made.slots[Account("=acme", "concurrency")]
+        made.report(subjects.ModelAddress("m", f"t{number}"), NOW)
+        made.report(address, NOW)
+    assert made.windows[Account("=acme", "requests")] is window
+    assert made.slots[Account("=acme", "concurrency")] is slots
