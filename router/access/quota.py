@@ -112,7 +112,7 @@ class Quota:
         self._probed_at = -_PROBE_S
         self._leasing: asyncio.Task[None] | None = None
         self._round: asyncio.Future[None] | None = None
-        """Done when the leases that are being asked for are answered."""
+        """Done when some of the leases that are wanted are answered."""
         self._log = structlog.get_logger()
         limits.on_wanted = self._wake
 
@@ -333,16 +333,18 @@ class Quota:
         await asyncio.shield(self._round)
 
     async def _lease_wanted(self) -> None:
-        try:
-            while self._limits.wanted:
-                some = list(self._limits.wanted)[:_AT_ONCE]
-                for account in some:
-                    del self._limits.wanted[account]
+        while True:
+            some = list(self._limits.wanted)[:_AT_ONCE]
+            for account in some:
+                del self._limits.wanted[account]
+            try:
                 await asyncio.gather(*map(self._lease, some))
-        finally:
-            ended, self._round = self._round, None
-            if ended is not None and not ended.done():
-                ended.set_result(None)
+            finally:  # each time, since others may want something all the time
+                ended, self._round = self._round, None
+                if ended is not None and not ended.done():
+                    ended.set_result(None)
+            if not self._limits.wanted:
+                return
 
     async def _lease(self, account: Account) -> None:
         windows, slots = self._limits.windows.get(account), self._limits.slots.get(account)

@@ -376,3 +376,24 @@ def test_tenants_that_ask_for_more_than_they_may_get_shares_by_their_limits_and_
             assert counts[tenant] / sum(counts.values()) == pytest.approx(weight / 15, rel=0.1)
             times = made.let_through[tenant]
             assert max(later - earlier for earlier, later in itertools.pairwise(times)) < 5.0
+
+
+def test_requests_wait_for_their_own_lease_while_others_want_leases_all_the_time() -> None:
+    with world(5) as virtual:
+        made = QuotaWorld(virtual, 1, TenantLimits(requests_per_minute=600))
+        virtual.run(25.0)
+        (router,) = made.routers
+
+        def keep_wanting() -> None:
+            for account in list(router.limits.windows):
+                if account.scope.startswith("=busy"):
+                    router.limits.wanted[account] = None
+
+        for number in range(4):
+            router.ask(1, f"busy{number}")
+        virtual.run(1.0)
+        for tick in range(50_000):
+            virtual.at(virtual.now + tick * 1e-4, keep_wanting)
+        virtual.at(virtual.now + 1.0, lambda: router.ask(1, "calm"))
+        virtual.run(2.0)
+        assert len(made.let_through["calm"]) == 1
