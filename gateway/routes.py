@@ -99,7 +99,8 @@ class Routes:
     async def _record(self, resource: RecordResource, request: Request) -> Response:
         async with self._services.tenants.admitted(request) as tenant:
             records = self._services.records.of(tenant.name)
-            answered = await resource.answer(records, request.path_params["id"], request.query_params)
+            name, parser = request.path_params["id"], self._services.parser
+            answered = await resource.answer(records, name, request.query_params, parser)
         return Response(answered, media_type="application/json")
 
     async def _report(self, report: Report, request: Request) -> Response:

@@ -117,7 +117,8 @@ async def _tokenize_all(
 
 
 async def _record(encoder: RecordingEncoder, records: TenantRecords, answers: Sequence[AnswerEventReader]) -> None:
-    encoder.stored(await records.keep(encoder.records(answers)))
+    packed = await asyncio.to_thread(encoder.records, answers)  # with log probabilities it may be tens of megabytes
+    encoder.stored(await records.keep(packed))
 
 
 async def call(parsed: ParsedCall[Any, Any], exchange: HttpExchange) -> None:

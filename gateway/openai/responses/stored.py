@@ -5,6 +5,7 @@ conversation before it. So a conversation continues while its latest response is
 ones (docs/decisions/0071-stored-responses.md). The ids of a response's items contain its token, by which references to
 them are found."""
 
+import functools
 import re
 import zlib
 from collections.abc import Mapping, Sequence
@@ -12,6 +13,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from tokenbus.gateway.http.body import LargeBodyParser
 from tokenbus.gateway.http.http_errors import ApiError, ErrorResponse
 from tokenbus.gateway.openai.responses.body import InputItem, PlacedItem, ResponsesBody
 from tokenbus.gateway.openai.responses.output import Response
@@ -200,35 +202,45 @@ class InputItemList(msgspec.Struct, frozen=True, kw_only=True):
     has_more: bool
 
 
-async def _show(records: TenantRecords, response_id: str, query: Mapping[str, str]) -> bytes:
+async def _show(records: TenantRecords, response_id: str, query: Mapping[str, str], parser: LargeBodyParser) -> bytes:
     if query.get("stream", "false") != "false":
         raise errors.unsupported_field("stream", "a stored response is returned whole")
     if "starting_after" in query:
         raise errors.unsupported_field("starting_after", "a stored response is returned whole")
-    return _expanded(await _read(records, response_id, response_id))
+    packed = await _read(records, response_id, response_id)
+    return await parser.parse(functools.partial(_expanded, packed), len(packed), expands=True)
 
 
-async def _delete(records: TenantRecords, response_id: str, query: Mapping[str, str]) -> bytes:
+async def _delete(records: TenantRecords, response_id: str, query: Mapping[str, str], parser: LargeBodyParser) -> bytes:
     await _read(records, response_id, response_id)
     await records.delete(response_id, _input_name(response_id))
     return _encoder.encode(DeletedResponse(id=response_id))
 
 
-async def _list_items(records: TenantRecords, response_id: str, query: Mapping[str, str]) -> bytes:
+async def _list_items(
+    records: TenantRecords, response_id: str, query: Mapping[str, str], parser: LargeBodyParser
+) -> bytes:
     limit, order = query.get("limit", "20"), query.get("order", "desc")
     if not re.fullmatch("[0-9]{1,9}", limit) or not 1 <= int(limit) <= _MAX_LISTED:
         raise errors.invalid_field("limit", f"must be 1 to {_MAX_LISTED}, got {limit[:20]!r}")
     if order not in ("asc", "desc"):
         raise errors.invalid_field("order", f"must be asc or desc, got {order[:20]!r}")
-    items = _items_decoder.decode(_expanded(await _read(records, response_id, _input_name(response_id))))
+    packed = await _read(records, response_id, _input_name(response_id))
+    page = functools.partial(_page_of, packed, int(limit), order, query.get("after"))
+    return await parser.parse(page, len(packed), expands=True)
+
+
+def _page_of(packed: bytes, limit: int, order: str, after: str | None) -> bytes:
+    """Returns some of the items in a record. Raises ApiError if `after` is none of them."""
+    items = _items_decoder.decode(_expanded(packed))
     items = items if order == "asc" else items[::-1]
     start = 0
-    if (after := query.get("after")) is not None:
+    if after is not None:
         start = next((number for number, item in enumerate(items, 1) if item.id == after), 0)
         if not start:
             problem = f"after: no item {after[:100]!r} is in this response's input"
             raise ApiError(ErrorResponse(404, "item_not_found", problem, "after"))
-    shown = items[start : start + int(limit)]
+    shown = items[start : start + limit]
     page = InputItemList(
         data=[_shown(item) for item in shown],
         first_id=shown[0].id if shown else None,

@@ -1,5 +1,6 @@
 """A stored response is continued by requests that its client could have sent whole, and shown as it was."""
 
+import asyncio
 import json
 import time
 from collections.abc import Mapping
@@ -12,6 +13,7 @@ from openai.types.responses.response_item_list import ResponseItemList
 
 from tests.support.refusals import refusal_of
 from tokenbus.gateway.admission.metrics import GatewayMetrics
+from tokenbus.gateway.http.body import LargeBodyParser
 from tokenbus.gateway.http.http_errors import ApiError
 from tokenbus.gateway.openai.responses import stored
 from tokenbus.gateway.openai.responses.endpoints import ENDPOINT, INPUT_TOKENS
@@ -63,7 +65,7 @@ async def asked(resource: RecordResource, records: Mapping[str, bytes], name: st
     limits = StorageLimits(100.0, 16 * LIMIT)
     kept = Records(MemoryStore(limits), limits, GatewayMetrics()).of("acme")
     assert await kept.keep(records)
-    return json.loads(await resource.answer(kept, name, query))
+    return json.loads(await resource.answer(kept, name, query, LargeBodyParser()))
 
 
 FIRST: dict[str, Any] = {
@@ -232,14 +234,33 @@ async def test_a_deleted_response_is_gone_with_its_input() -> None:
     await kept.of("acme").keep(records)
     for resource in stored.RESOURCES:
         with pytest.raises(ApiError) as raised:
-            await resource.answer(kept.of("globex"), said["id"], {})
+            await resource.answer(kept.of("globex"), said["id"], {}, LargeBodyParser())
         assert raised.value.response.status == 404
-    gone = json.loads(await DELETE.answer(kept.of("acme"), said["id"], {}))
+    gone = json.loads(await DELETE.answer(kept.of("acme"), said["id"], {}, LargeBodyParser()))
     assert gone == {"id": said["id"], "object": "response", "deleted": True}
     assert cast(MemoryStore, kept.store).num_bytes == 0
     for resource in stored.RESOURCES:
         with pytest.raises(ApiError):
-            await resource.answer(kept.of("acme"), said["id"], {})
+            await resource.answer(kept.of("acme"), said["id"], {}, LargeBodyParser())
+
+
+async def test_a_stored_conversation_is_expanded_beside_the_event_loop() -> None:
+    records, said = answered(parse({}, input=[{"role": "user", "content": "hi" * 1_900}] * 4_000))
+    longest_s, is_done = 0.0, False
+
+    async def watch() -> None:
+        nonlocal longest_s
+        while not is_done:
+            began_s = time.thread_time()
+            await asyncio.sleep(0)
+            longest_s = max(longest_s, time.thread_time() - began_s)
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(watch())
+        page = await asked(LIST, records, said["id"], limit="1")
+        is_done = True
+    assert page["has_more"] is True
+    assert longest_s < 0.02, "CPU time of this thread alone"
 
 
 def test_a_small_request_can_not_refer_to_too_much() -> None:
