@@ -104,7 +104,8 @@ class Routes:
         return Response(answered, media_type="application/json")
 
     async def _report(self, report: Report, request: Request) -> Response:
-        async with self._services.tenants.admitted(request, looks_on=True) as tenant, self._reports:
+        tenants = self._services.tenants
+        async with tenants.admitted(request, looks_on=True) as tenant, tenant.reporting, self._reports:
             query = {name: request.query_params.getlist(name) for name in request.query_params}
             accept = request.headers.get("accept", "")
             answered, kind = await report.answer(self._services.usage, tenant.caller, query, accept, time.time())

@@ -31,6 +31,8 @@ class Tenant(NamedTuple):
     keyless_client: WireClient
     """Knows what is served for all keys of the tenant."""
     caller: Caller
+    reporting: asyncio.Lock
+    """Reports of usage are made for each tenant one after another, since few are made at a time."""
 
 
 class _OpenTenant:
@@ -40,6 +42,7 @@ class _OpenTenant:
         self.client = client
         self.num_requests = 0
         self.idle_since = 0.0
+        self.reporting = asyncio.Lock()
         self._of_keys: dict[str, WireClient] = {}
 
     def client_of(self, key_id: str) -> WireClient:
@@ -85,7 +88,7 @@ class Tenants:
         if not looks_on:
             self.callers.check_requests(caller)
         async with self._in_use(caller.tenant) as found:
-            yield Tenant(caller.tenant, found.client_of(caller.key_id), found.client, caller)
+            yield Tenant(caller.tenant, found.client_of(caller.key_id), found.client, caller, found.reporting)
 
     @contextlib.asynccontextmanager
     async def looking_at(self, name: str) -> AsyncIterator[WireClient]:

@@ -4,13 +4,19 @@ import asyncio
 import csv
 import io
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from starlette.requests import Request
+from starlette.responses import Response
 
+from tests.gateway.admission.test_tenants import Stage
 from tokenbus.gateway import usage as endpoint
 from tokenbus.gateway.admission.callers import Caller
+from tokenbus.gateway.admission.keys import ApiKeys
 from tokenbus.gateway.http.http_errors import ApiError
+from tokenbus.gateway.routes import Routes
 from tokenbus.protocol.access import usage
 from tokenbus.protocol.access.keys import Role
 from tokenbus.protocol.access.usage import Counts, UsageKind, UsageName, UsageQuery, UsageSum
@@ -63,6 +69,33 @@ def refusal(caller: Caller, report: Any = OURS, **query: str | list[str]) -> str
     with pytest.raises(errors.RequestError) as caught:
         get(caller, report, **query)
     return f"{caught.value.error.code}: {caught.value.error.message}"
+
+
+async def test_one_tenants_reports_leave_room_for_those_of_others() -> None:
+    may_end = asyncio.Event()
+
+    class SlowStore(Store):
+        async def report(self, query: UsageQuery) -> UsageReport:
+            if query.tenant == "acme":
+                await may_end.wait()
+            return await super().report(query)
+
+    stage = Stage(ApiKeys(["one=acme", "two=globex"]))
+    services: Any = SimpleNamespace(tenants=stage.tenants, usage=SlowStore())
+    routes = Routes(services)
+
+    def ask(key: str) -> asyncio.Task[Response]:
+        headers = [(b"authorization", f"Bearer {key}".encode())]
+        scope = {"type": "http", "headers": headers, "query_string": b""}
+        return asyncio.create_task(routes._report(OURS, Request(scope)))
+
+    slow = [ask("one") for _ in range(9)]
+    await asyncio.sleep(0.01)
+    async with asyncio.timeout(5):
+        assert (await ask("two")).status_code == 200
+    assert not any(one.done() for one in slow)
+    may_end.set()
+    assert {one.status_code for one in await asyncio.gather(*slow)} == {200}
 
 
 def test_the_clock_of_this_test_shows_its_day() -> None:
