@@ -13,6 +13,7 @@ from tokenbus.auth.instance import Instance
 from tokenbus.auth.seeds import Seeds
 from tokenbus.protocol.access import keys
 from tokenbus.protocol.access.key_ring import KeyRefusedError
+from tokenbus.protocol.access.refusal_records import RefusalRecords
 
 _SUBJECT = "$SYS.REQ.USER.AUTH"
 _QUEUE = "tokenbus-auth"
@@ -32,6 +33,7 @@ class Doorkeeper:
         self._seeds = seeds
         self._answers = answers
         self._caps = caps
+        self._records = None if instance.audit is None else RefusalRecords(instance.audit)
         self._num_delayed = 0
         self._log = structlog.get_logger()
 
@@ -87,11 +89,8 @@ class Doorkeeper:
         self._log.warning("connect_refused", key_id=key_id, address=callout.host, reason=outcome, error=reason)
         if self._num_delayed >= MAX_DELAYED:
             return callout_metrics.FLOOD
-        # who knows no key could fill the log otherwise
-        if self._own.audit is not None and (claimed := self._own.ring.get(key_id)) is not None:
-            self._own.audit.add(
-                "connection", "refused", claimed.tenant, key_id, reason=str(outcome), address=callout.host
-            )
+        if self._records is not None and (claimed := self._own.ring.get(key_id)) is not None:
+            self._records.add(claimed, str(outcome), self._own.clock(), address=callout.host)
         answer = self._answers.refuse(callout, reason, self._own.now())
         self._num_delayed += 1
         asyncio.get_running_loop().call_later(REFUSAL_DELAY_S, self._send_refusal, reply, answer)

@@ -16,11 +16,10 @@ from tokenbus.protocol.access import keys
 from tokenbus.protocol.access.audit_log import AuditWriter
 from tokenbus.protocol.access.key_ring import KeyProblem, KeyRefusedError, KeyRing
 from tokenbus.protocol.access.keys import Role
+from tokenbus.protocol.access.refusal_records import RefusalRecords
 
 _LOG_INTERVAL_S = 10.0
 _FORBIDDEN = "forbidden"
-_MAX_RECORDED = 4_096
-"""Keys and reasons for which refusals in the audit log are told apart in time."""
 _DOTS_OF_TOKEN = 2
 _NOT_PUBLIC = ("localhost", "local", "internal", "home.arpa")
 """Under these, strangers can't have a name."""
@@ -69,9 +68,7 @@ class Callers:
         self._clock = clock
         self._unlogged: Tally[str] = Tally()
         self._logged_at: dict[str, float] = {}
-        self._audit = audit
-        self._unrecorded: Tally[tuple[str, str]] = Tally()
-        self._recorded_at: dict[tuple[str, str], float] = {}
+        self._records = None if audit is None else RefusalRecords(audit)
 
     def __repr__(self) -> str:
         return f"<Callers {self.api_keys!r} {self.ring!r}>"
@@ -139,23 +136,9 @@ class Callers:
             self._logged_at[reason] = clock
             count = self._unlogged.pop(reason)
             structlog.get_logger().warning("keys_refused", reason=reason, key_id=key_id, count=count)
-        self._record(reason, key_id or "", clock)
+        if self._records is not None and self.ring is not None and (known := self.ring.get(key_id or "")) is not None:
+            self._records.add(known, reason, clock, over="http")
         return ApiError(response)
-
-    def _record(self, reason: str, key_id: str, clock: float) -> None:
-        """Writes refusals of known keys to the audit log. Ids are no secret, so that anyone could fill it with one
-        record each."""
-        if self._audit is None or self.ring is None or (known := self.ring.get(key_id)) is None:
-            return
-        if len(self._recorded_at) > _MAX_RECORDED:
-            self._recorded_at.clear()
-            self._unrecorded.clear()
-        about = (reason, key_id)
-        self._unrecorded[about] += 1
-        if clock - self._recorded_at.get(about, -_LOG_INTERVAL_S) >= _LOG_INTERVAL_S:
-            self._recorded_at[about] = clock
-            count = self._unrecorded.pop(about)
-            self._audit.add("connection", "refused", known.tenant, key_id, reason=reason, over="http", count=count)
 
 
 def _may_be_strangers(host: str) -> bool:

@@ -2,6 +2,7 @@
 
 import asyncio
 from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 
@@ -37,12 +38,12 @@ class AskingBus(RecordingBus):
         self._callback(SimpleNamespace(subject="", data=token, reply=REPLY, headers=None))  # type: ignore[arg-type]
 
 
-async def opened(**fields: object) -> tuple[AskingBus, CalloutMetrics]:
+async def opened(audit: Any = None, **fields: object) -> tuple[AskingBus, CalloutMetrics]:
     bus, ring, measured = AskingBus(), KeyRing(), CalloutMetrics()
     ring.put(KeyRecord(id=MADE.id, hash=MADE.hash, tenant="acme", **fields))  # type: ignore[arg-type]
     ring.heard(0.0)
     brokers = Brokers(bus, "$G")  # type: ignore[arg-type]
-    instance = Instance(brokers, ring, DEFAULT_PREFIX, measured, None, lambda: NOW, lambda: 0.0)
+    instance = Instance(brokers, ring, DEFAULT_PREFIX, measured, audit, lambda: NOW, lambda: 0.0)
     keeper = Doorkeeper(instance, SEEDS, CalloutAnswers(SEEDS, "$G"), ConnectionCaps(instance))
     await keeper.open()
     return bus, measured
@@ -97,3 +98,12 @@ async def test_a_refusal_waits_and_further_ones_than_may_wait_are_never_sent(mon
             sent += bus.take()
     bus.ask("tb_wrong")
     assert measured.connects.labels("flood")._value.get() == 3
+
+
+async def test_who_claims_a_key_again_and_again_does_not_fill_the_audit_log() -> None:
+    added: list[dict[str, object]] = []
+    audit = SimpleNamespace(add=lambda kind, what, tenant, actor, **fields: added.append(fields))
+    bus, _ = await opened(audit)
+    for _ in range(100):
+        bus.ask(f"{MADE.text[:14]}{'A' * 43}")
+    assert added == [{"reason": "invalid", "address": "10.0.0.7", "count": 1}]

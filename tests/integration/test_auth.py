@@ -119,7 +119,7 @@ async def test_changes_of_keys_and_who_is_kept_out_or_loses_its_connection_are_i
     assert sorted((one["kind"], one["what"]) for one in records[2:]) == [("connection", "closed"), ("key", "revoke")]
     assert records[0]["fields"] == {"key_id": made["id"], "name": "app", "role": "user", "models": ["*"]}
     assert "@" in records[0]["actor"]
-    assert records[1]["fields"] == {"reason": "invalid", "address": "127.0.0.1"}
+    assert records[1]["fields"] == {"reason": "invalid", "address": "127.0.0.1", "count": 1}
     assert made["key"] not in json.dumps(records)
     await operator.close()
 
