@@ -8,7 +8,7 @@ is: parts are small, and before a tenant writes more of them than its share has 
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 
 import nats.errors
 from nats.js import JetStreamContext, api
@@ -20,6 +20,8 @@ from tokenbus.protocol.bus.connection import CancellationGuard, Connection
 from tokenbus.protocol.wire import limits, subjects
 
 _TIMEOUT_S = 2.0
+_TURN_S = 10.0
+"""A record waits so long for others of its tenant, if the broker does not answer; the end of its response waits too."""
 _SMALL_PART_BYTES = 8 * 1024
 """The most bytes of a message where several tenants share the bucket: their messages are counted rather than their
 bytes, since JetStream can drop all messages of a subject but a number of them."""
@@ -76,7 +78,7 @@ class JetStreamStore:
         size = self._part_bytes - _COUNT_BYTES
         parts = [record[start : start + size] for start in range(0, len(record), size)] or [b""]
         parts[0] = len(parts).to_bytes(_COUNT_BYTES) + parts[0]
-        async with self._turns.setdefault(tenant, asyncio.Lock()):
+        async with self._turn_of(tenant):
             try:
                 await self._put_all(tenant, name, parts)
             except (
@@ -86,6 +88,19 @@ class JetStreamStore:
                 await self.open()
                 with _failing():
                     await self._put_all(tenant, name, parts)
+
+    @contextlib.asynccontextmanager
+    async def _turn_of(self, tenant: str) -> AsyncIterator[None]:
+        turn = self._turns.setdefault(tenant, asyncio.Lock())
+        try:
+            async with asyncio.timeout(_TURN_S):
+                await turn.acquire()
+        except TimeoutError as error:
+            raise StoreError("the broker takes too long to store other records") from error
+        try:
+            yield
+        finally:
+            turn.release()
 
     @property
     def _part_bytes(self) -> int:

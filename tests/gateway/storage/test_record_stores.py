@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tokenbus.cli.console import nats_server
+from tokenbus.gateway.storage import jetstream_store
 from tokenbus.gateway.storage.jetstream_store import JetStreamStore
 from tokenbus.gateway.storage.record_store import MemoryStore, RecordStore, StorageLimits, StoreError
 from tokenbus.protocol.bus import connection as nats
@@ -175,3 +176,27 @@ async def test_a_broker_that_is_gone_fails_a_call_and_loses_nothing_else(tmp_pat
             await store.delete("acme", "resp_1")
     finally:
         await jetstream.close()
+
+
+async def test_records_of_a_tenant_do_not_wait_for_each_other_forever(
+    jetstream: nats.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jetstream_store, "_TURN_S", 0.1)
+    store = JetStreamStore(jetstream, next(_buckets), DAY)
+    await store.open()
+    is_slow = asyncio.Event()
+
+    async def stand_still(tenant: str, name: str, parts: list[bytes]) -> None:
+        await is_slow.wait()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(store, "_put_all", stand_still)
+        first, *others = [asyncio.create_task(store.put("acme", f"resp_{number}", b"one")) for number in range(9)]
+        async with asyncio.timeout(5):
+            for one in others:
+                with pytest.raises(StoreError, match="takes too long"):
+                    await one
+        is_slow.set()
+        await first
+    await store.put("acme", "resp_9", b"nine")
+    assert await store.get("acme", "resp_9") == b"nine"
