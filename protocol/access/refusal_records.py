@@ -2,6 +2,7 @@
 of each key and reason there is at most one in ten seconds, with the number since the one before."""
 
 from collections import Counter
+from typing import Any
 
 from tokenbus.protocol.access.audit_log import AuditWriter
 from tokenbus.protocol.access.keys import KeyRecord
@@ -22,7 +23,7 @@ class RefusalRecords:
     def __repr__(self) -> str:
         return f"<RefusalRecords of {len(self._recorded_at)}>"
 
-    def add(self, claimed: KeyRecord, reason: str, clock: float, **fields: object) -> None:
+    def add(self, claimed: KeyRecord, reason: str, clock: float, **fields: Any) -> None:
         """Counts a refusal of whoever claims to have a key, and records it if that is due. `clock` is monotonic."""
         if len(self._recorded_at) > _MAX_TOLD_APART:
             self._recorded_at.clear()
