@@ -150,6 +150,7 @@ class Gateway:
         self._share_records()
         if self._tenants.callers.ring is not None:
             self._tenants.callers.ring.on_change.append(self._key_changed)
+        self._tenants.callers.on_tenant = self._share_soon
 
     def __repr__(self) -> str:
         return f"<Gateway {self._tenants.callers!r} {self._limit!r}>"
@@ -158,13 +159,19 @@ class Gateway:
         was_valid, is_valid = (one is not None and one.revoked_at is None for one in (before, after))
         if self._settings.revoke_ends_streams and before is not None and was_valid and not is_valid:
             self._tenants.end_streams(before.id)
+        self._share_soon()
+
+    def _share_soon(self) -> None:
         if self._sharing is None:  # once for all keys of a change
             self._sharing = asyncio.get_running_loop().call_later(_SHARING_DELAY_S, self._share_records)
 
     def _share_records(self) -> None:
         """Gives each tenant an equal share of the stored responses."""
         self._sharing = None
-        self._services.records.share_among(len(self._tenants.callers.tenants))
+        num_tenants = len(self._tenants.callers.tenants)
+        if self._settings.oidc.tenant_claim:  # there may be others that have not come yet
+            num_tenants += 1
+        self._services.records.share_among(num_tenants)
 
     def update_gauges(self) -> None:
         connections = self._config.open_connections

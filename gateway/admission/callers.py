@@ -21,6 +21,8 @@ from tokenbus.protocol.access.refusal_records import RefusalRecords
 _LOG_INTERVAL_S = 10.0
 _FORBIDDEN = "forbidden"
 _DOTS_OF_TOKEN = 2
+_MAX_TENANTS_OF_TOKENS = 4_096
+"""Tenants that are remembered because a token has named them."""
 _NOT_PUBLIC = ("localhost", "local", "internal", "home.arpa")
 """Under these, strangers can't have a name."""
 
@@ -66,6 +68,9 @@ class Callers:
         self._tokens = tokens
         self._now = now
         self._clock = clock
+        self._of_tokens: set[str] = set()
+        self.on_tenant: Callable[[], None] = lambda: None
+        """Called for each tenant that a token names for the first time."""
         self._unlogged: Tally[str] = Tally()
         self._logged_at: dict[str, float] = {}
         self._records = None if audit is None else RefusalRecords(audit)
@@ -85,9 +90,9 @@ class Callers:
 
     @property
     def tenants(self) -> set[str]:
-        """The tenants of all keys."""
-        known = set() if self.ring is None else {record.tenant for record in self.ring}
-        return known if known and self.api_keys.allows_anonymous else known | self.api_keys.tenants
+        """The tenants of all keys, and of the tokens so far."""
+        known = self._of_tokens if self.ring is None else self._of_tokens | {record.tenant for record in self.ring}
+        return set(known) if known and self.api_keys.allows_anonymous else known | self.api_keys.tenants
 
     async def identify(self, headers: Mapping[str, str]) -> Caller:
         """Returns the sender of a request with these headers, decoded as Latin-1. Raises ApiError."""
@@ -98,13 +103,20 @@ class Callers:
         key = key_in(headers)
         try:
             if key is not None and self._tokens is not None and key.count(".") == _DOTS_OF_TOKEN:
-                return await self._tokens.caller_of(key)
+                caller = await self._tokens.caller_of(key)
+                self._note_tenant(caller.tenant)
+                return caller
             if key is None or self.ring is None:
                 raise self._refused(KeyProblem.INVALID, None, http_errors.INVALID_API_KEY)
             record = self.ring.find(key, self._now(), self._clock())
         except KeyRefusedError as error:
             raise self._refused(error.problem, keys.id_of(key or ""), http_errors.key_refused(error)) from error
         return Caller(record.tenant, record.id, record.role, record.models)
+
+    def _note_tenant(self, tenant: str) -> None:
+        if tenant not in self._of_tokens and len(self._of_tokens) < _MAX_TENANTS_OF_TOKENS:
+            self._of_tokens.add(tenant)
+            self.on_tenant()
 
     def check_requests(self, caller: Caller) -> None:
         """Raises ApiError for one who may look at the fleet and not use it."""

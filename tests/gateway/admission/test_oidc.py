@@ -190,6 +190,21 @@ async def test_tokens_and_keys_are_taken_side_by_side() -> None:
     assert [one.tenant for one in found] == ["acme", "globex", "default"]
 
 
+async def test_tenants_that_tokens_name_are_known_from_then_on() -> None:
+    issuer, heard = Issuer("tenant"), 0
+    callers = Callers(ApiKeys([]), None, GatewayMetrics(), issuer.tokens)
+
+    def hear() -> None:
+        nonlocal heard
+        heard += 1
+
+    callers.on_tenant = hear
+    assert callers.tenants == {"default"}
+    for tenant in ("acme", "globex", "acme"):
+        await callers.identify({"authorization": f"Bearer {token_of(tenant=tenant)}"})
+    assert (callers.tenants, heard) == ({"acme", "globex"}, 2)
+
+
 @contextlib.contextmanager
 def served() -> Iterator[str]:
     """The URL of an issuer on this machine, whose large answers and redirects are traps."""
