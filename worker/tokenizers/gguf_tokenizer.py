@@ -7,6 +7,7 @@ server, special tokens are parsed only in the template, never in a user's text.
 from __future__ import annotations  # llama_cpp names its handle types for type checkers only
 
 import ctypes
+import functools
 import re
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Listing
@@ -14,8 +15,10 @@ from typing import NamedTuple
 
 from llama_cpp import llama_cpp as llama
 
-from tokenbus.protocol.prompt import tokenizer_bundle
+from tokenbus.protocol.prompt import prompt, tokenizer_bundle
+from tokenbus.protocol.wire import errors
 from tokenbus.worker.files.gguf_metadata import Metadata
+from tokenbus.worker.tokenizers import pre_tokenizers
 from tokenbus.worker.tokenizers.model_tokenizer import ModelTokenizer
 
 QUERY, DOCUMENT = "{query}", "{document}"
@@ -88,6 +91,10 @@ def _runs_of(template: str, special_tokens: Mapping[str, int]) -> Iterator[int |
         yield run
 
 
+_MAX_RECURSION = 8_192
+"""The most characters that llama.cpp may be given to match with `std::regex`."""
+_RUNS = re.compile(r"[^\n]+"), re.compile(r"[\W_]+")
+"""Texts that a pattern may match as a whole: no known one goes from a letter to the next line."""
 _UNKNOWN, _CONTROL, _USER_DEFINED = 1 << 0, 1 << 3, 1 << 4
 """Bits of llama.cpp's token attributes."""
 _BUFFER_BYTES = 256
@@ -108,6 +115,21 @@ class GgufTokenizer(ModelTokenizer):
         self.user_defined = {self._text(token): token for token in tokens if attributes[token] & kinds == _USER_DEFINED}
         """The tokens that are matched first in every text."""
         super().__init__(self._rules(metadata, special, len(tokens)), self.encode)
+        self.recurses = metadata.text("tokenizer.ggml.model") == "gpt2" and pre_tokenizers.recurses(
+            metadata.text("tokenizer.ggml.pre") or "default"
+        )
+        """Whether llama.cpp overflows the stack with some long texts."""
+        self._agreeing: bytes | None = None
+
+    def encode_long_with(self, bundle: bytes | None) -> None:
+        """Takes a tokenizer that agrees with llama.cpp's, for the texts that are too long for that."""
+        self._agreeing = bundle
+
+    @functools.cached_property
+    def _encode_long(self) -> prompt.Encode:
+        """Loaded when it is needed first, since most engines never get such a text."""
+        assert self._agreeing is not None
+        return prompt.load_encoder(tokenizer_bundle.unpack(self._agreeing).tokenizer_json)
 
     @property
     def pair_tokens(self) -> PairTokens:
@@ -132,6 +154,13 @@ class GgufTokenizer(ModelTokenizer):
         return self._tokenize(text, adds_special=True)
 
     def _tokenize(self, text: str, *, adds_special: bool) -> list[int]:
+        if self.recurses and len(text) > _MAX_RECURSION:
+            if self._agreeing is not None:
+                ids_of_text = self._encode_long(text)
+                return self._with_special(ids_of_text) if adds_special else ids_of_text
+            if any(len(found[0]) > _MAX_RECURSION for run in _RUNS for found in run.finditer(text)):
+                problem = f"the model's tokenizer can't take a line of more than {_MAX_RECURSION:,} characters"
+                raise errors.request_error(errors.Code.UNSUPPORTED, problem)
         data = text.encode()
         room = len(data) + 8  # enough for most texts, since a token is rarely shorter than a byte
         while True:
@@ -140,6 +169,12 @@ class GgufTokenizer(ModelTokenizer):
             if count >= 0:
                 return list(ids[:count])
             room = -count  # a negative count is the number of ids needed
+
+    def _with_special(self, ids: list[int]) -> list[int]:
+        """Returns the ids with those that llama.cpp puts around them in such a vocabulary."""
+        bos = [llama.llama_vocab_bos(self._vocab)] if llama.llama_vocab_get_add_bos(self._vocab) else []
+        eos = [llama.llama_vocab_eos(self._vocab)] if llama.llama_vocab_get_add_eos(self._vocab) else []
+        return [*bos, *ids, *eos]
 
     def _bytes_of_token(self, token: int, buffer: ctypes.Array[ctypes.c_char]) -> bytes:
         length = llama.llama_token_to_piece(self._vocab, token, buffer, len(buffer), 0, False)

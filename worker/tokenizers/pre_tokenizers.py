@@ -142,3 +142,12 @@ _KINDS = (
 )
 
 PRE_TOKENIZERS = {name: one for names, one in _KINDS for name in names.split()}
+
+_BY_CODE = frozenset({_GPT_2, _LLAMA_3, _QWEN_2, _QWEN_35, _KIMI, _LINE_RUNS, _DIGIT})
+"""The patterns that llama.cpp carries out with code of its own, and one that matches single characters only."""
+
+
+def recurses(pre: str) -> bool:
+    """Returns whether llama.cpp splits a text with `std::regex`, which calls itself for each character of a match: one
+    of some 30,000 characters overflows the stack of a thread."""
+    return pre not in PRE_TOKENIZERS or not _BY_CODE.issuperset(PRE_TOKENIZERS[pre].patterns)

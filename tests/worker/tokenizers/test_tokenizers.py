@@ -13,6 +13,7 @@ from tests.support import vocabularies
 from tests.support.in_part import in_part
 from tests.support.vocabularies import Loaded
 from tokenbus.protocol.prompt import prompt, tokenizer_bundle
+from tokenbus.protocol.wire import errors
 from tokenbus.worker.tokenizers import gguf_bundle, probe_texts
 from tokenbus.worker.tokenizers.pre_tokenizers import PRE_TOKENIZERS
 
@@ -95,6 +96,32 @@ def test_a_vocabulary_that_is_cut_otherwise_than_its_kind_says_is_not_offered(
     with vocabularies.load(vocabularies.write(tmp_path / "vocab.gguf", cut_sensitive(pre))) as loaded:
         facts = loaded.metadata._replace(values=loaded.metadata.values | {"tokenizer.ggml.pre": other})
         assert gguf_bundle.build(facts, loaded.tokenizer) is None
+
+
+RUNS = ["a", "A", " ", "\n", "!", "漢", "a b", "/\n", "aB", "e\u0301"]
+"""Of these repeated, each kind of cut matches some as a whole."""
+
+
+@pytest.mark.parametrize("pre", in_part([names[0] for names in NAMES_OF_CUT.values()], 3))
+def test_no_text_is_too_long_for_a_tokenizer_that_calls_itself_for_each_character(tmp_path: Path, pre: str) -> None:
+    chance = random.Random(pre)
+    lines = "\n".join("".join(chance.choice(LETTERS) for _ in range(50)) for _ in range(1_000))
+    with vocabularies.load(vocabularies.write(tmp_path / "vocab.gguf", cut_sensitive(pre))) as loaded:
+        expected = loaded.tokenizer.encode(lines), loaded.tokenizer.encode_with_special_tokens(lines)
+        loaded.tokenizer.encode_long_with(gguf_bundle.build(*loaded))
+        assert (loaded.tokenizer.encode(lines), loaded.tokenizer.encode_with_special_tokens(lines)) == expected
+        for run in RUNS:
+            assert loaded.tokenizer.encode(run * (60_000 // len(run)))
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_a_text_that_would_overflow_the_stack_is_refused_if_there_is_no_other_tokenizer(
+    tmp_path: Path, run: str
+) -> None:
+    with vocabularies.load(vocabularies.write(tmp_path / "vocab.gguf", cut_sensitive("gpt-4o"))) as loaded:
+        with pytest.raises(errors.RequestError, match="a line of more than 8,192 characters"):
+            loaded.tokenizer.encode(run * (60_000 // len(run)))
+        assert loaded.tokenizer.encode("a word\n" * 100_000)
 
 
 BYTE_TOKENS = [f"<0x{byte:02X}>" for byte in range(256)]

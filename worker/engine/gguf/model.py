@@ -133,7 +133,11 @@ class GgufModel:
         assert vocab is not None
         self.tokenizer = GgufTokenizer(vocab, self.metadata)
         pretrained = model_tokenizer.read_tokenizer_json(files.sidecars.get("tokenizer.json"))
-        self.bundle = gguf_bundle.build(self.metadata, self.tokenizer, pretrained) if generates else None
+        agreeing = None
+        if generates or self.tokenizer.recurses:
+            agreeing = gguf_bundle.build(self.metadata, self.tokenizer, pretrained)
+        self.tokenizer.encode_long_with(agreeing)
+        self.bundle = agreeing if generates else None
         self.chat_format = features.infer_chat_format(self.tokenizer.rules)
         self._adapters: LoadedModels[LlamaAdapter] = LoadedModels()
         self._held = model_files.hold_weights(files.weights)
