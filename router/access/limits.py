@@ -4,6 +4,7 @@ A request is charged once, when it comes, with its prompt and the answer that is
 corrected by what it has really taken. Between them, nothing is charged again. What has to be leased or renewed is
 collected here, and fetched by `quota.py`."""
 
+import heapq
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
@@ -87,6 +88,14 @@ class _Client(NamedTuple):
     slots: tuple[tuple[Account, SlotShare], ...]
 
 
+class _Refused(NamedTuple):
+    """Refusals of one key or tenant."""
+
+    refusals: Refusals
+    client: tuple[str, str]
+    """The tenant and the key of the last request."""
+
+
 NO_LIMITS = KeyLimits()
 _NO_CLIENT = _Client(NO_LIMITS, NO_LIMITS, (), ())
 
@@ -129,7 +138,7 @@ class Limits:
         """Shares for which more is to be leased."""
         self.on_wanted: Callable[[], None] = lambda: None
         self.refusals = Refusals()
-        self._refused: OrderedDict[str, Refusals] = OrderedDict()
+        self._refused: OrderedDict[str, _Refused] = OrderedDict()
         """By scope, those refused last at the end."""
         self._clients: dict[tuple[str, str], _Client] = {}
         self._expected: OrderedDict[tuple[str, str], float] = OrderedDict()
@@ -166,7 +175,7 @@ class Limits:
             if share.granted > share.spent:
                 continue
             if share.is_full:
-                self._note_refusal(account, now)
+                self._note_refusal(account, address, now)
                 words = f"{_of(account, address)} has used up its {share.limit:g} {_SHOWN[account.unit]} for now"
                 return Throttled(account, words, share.wait_s(now))
             is_pending = True
@@ -176,7 +185,7 @@ class Limits:
             if slots.has_room:
                 continue
             if now < slots.full_until:
-                self._note_refusal(account, now)
+                self._note_refusal(account, address, now)
                 words = f"{_of(account, address)} has as many open requests as it may have: {slots.limit}"
                 return Throttled(account, words, _UNTIL_SLOT_S)
             slots.is_needed = is_pending = True
@@ -230,15 +239,13 @@ class Limits:
 
     def most_refused(self, now: float) -> list[messages.ClientLimits]:
         """Returns the limits of which most was refused in the last minute, for operators."""
-        counts = [(refused.count(now), scope) for scope, refused in self._refused.items()]
-        worst = [scope for count, scope in sorted(counts, reverse=True)[:_MAX_SHOWN] if count]
-        clients = {
-            scope: (tenant, client) for (tenant, _), client in self._clients.items() for scope in _scopes(client)
-        }
+        while self._refused and not next(iter(self._refused.values())).refusals.count(now):
+            self._refused.popitem(last=False)
+        counts = [(one.refusals.count(now), scope, one.client) for scope, one in self._refused.items()]
         return [
-            self._seen(clients[scope][0], "" if scope.startswith("=") else scope, clients[scope][1], scope, now)
-            for scope in worst
-            if scope in clients
+            self._seen(of[0], "" if scope.startswith("=") else scope, self._clients[of], scope, now)
+            for _, scope, of in heapq.nlargest(_MAX_SHOWN, counts)
+            if of in self._clients and _has(self._clients[of], scope)
         ]
 
     def _seen(self, tenant: str, key_id: str, client: _Client, scope: str, now: float) -> messages.ClientLimits:
@@ -251,14 +258,15 @@ class Limits:
             rate_limits=codec.unset_if_none(_report(windows, now)),
             open=0 if slots is None else slots.num_open,
             max_open=0 if slots is None else slots.limit,
-            refused=0 if refused is None else refused.count(now),
+            refused=0 if refused is None else refused.refusals.count(now),
         )
 
-    def _note_refusal(self, account: Account, now: float) -> None:
+    def _note_refusal(self, account: Account, address: subjects.ModelAddress, now: float) -> None:
         self.refusals.add(now)
-        refused = self._refused.pop(account.scope, None) or Refusals()
-        self._refused[account.scope] = refused
-        refused.add(now)
+        known = self._refused.pop(account.scope, None)
+        refusals = Refusals() if known is None else known.refusals
+        self._refused[account.scope] = _Refused(refusals, (address.tenant, address.key_id))
+        refusals.add(now)
         if len(self._refused) > MAX_ACCOUNTS:
             self._refused.popitem(last=False)
 

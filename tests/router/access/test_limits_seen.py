@@ -59,6 +59,7 @@ def test_an_operator_sees_the_limits_that_refuse_most_until_a_minute_later() -> 
     assert names(made.most_refused(NOW)) == [("acme", "aaaaaaaaaa", 3), ("globex", "bbbbbbbbbb", 1)]
     assert made.refusals.count(NOW) == 4
     assert (made.most_refused(NOW + 60.0), made.refusals.count(NOW + 60.0)) == ([], 0)
+    assert not made._refused
 
 
 def test_what_several_routers_tell_of_a_limit_is_put_together() -> None:
