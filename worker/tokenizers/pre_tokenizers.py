@@ -69,9 +69,10 @@ _AFMOE_EASTERN = (
     r"[\u4e00-\u9fff\u3400-\u4dbf\u8c48-\ufaff\u3040-\u309f\u30a0-\u30ff\uff65-\uff9f\u2f00-\u2fdf\u0e40-\u0e7f"
     r"\u0e80-\u0eff\u1780-\u17ff\u1000-\u109f\uaa60-\uaa7f\ua9e0-\ua9ff\uac00-\ud7af\u1100-\u11ff]+"
 )
-_FROM_THE_RIGHT = r"\P{N}*(?:\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))|\z)"
-"""Numbers in threes from the right; the first part of each includes the preceding text. The end matches too, because a
-search for a number that never comes would start over at each character."""
+_FROM_THE_RIGHT = r"\P{N}*(?:(?<!\p{N})\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))|(?<=\p{N})\p{N}{3}|\z)"
+"""Numbers in threes from the right; the first part of each includes the preceding text. Only that part looks for the
+number's end. The end of the text matches too, because a search for a number that never comes would start over at each
+character."""
 
 _HAN = (
     r"\u4e00-\u9fff\u3400-\u4dbf\x{20000}-\x{2a6df}\x{2a700}-\x{2b73f}\x{2b740}-\x{2b81f}\x{2b820}-\x{2ceaf}"

@@ -1,6 +1,7 @@
 """A tokenizer rebuilt from a vocabulary of any kind makes the same ids as llama.cpp, for any text."""
 
 import random
+import time
 from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
@@ -112,6 +113,16 @@ def test_no_text_is_too_long_for_a_tokenizer_that_calls_itself_for_each_characte
         assert (loaded.tokenizer.encode(lines), loaded.tokenizer.encode_with_special_tokens(lines)) == expected
         for run in RUNS:
             assert loaded.tokenizer.encode(run * (60_000 // len(run)))
+
+
+@pytest.mark.parametrize("pre", ["tiny_aya", "afmoe"])
+def test_a_long_number_takes_no_more_time_than_its_length_demands(tmp_path: Path, pre: str) -> None:
+    with vocabularies.load(vocabularies.write(tmp_path / "vocab.gguf", cut_sensitive(pre))) as loaded:
+        encode = tokenizer_of(loaded)
+        assert encode is not None
+        began = time.process_time()
+        assert encode("1" * 100_000)
+        assert time.process_time() - began < 3
 
 
 @pytest.mark.parametrize("run", RUNS)
