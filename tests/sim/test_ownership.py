@@ -34,6 +34,20 @@ def test_an_attempt_without_tokens_is_dropped_silently(stage: Stage) -> None:
     assert stage.run(attempt=2).accepted
 
 
+def test_an_attempt_that_gave_way_to_a_later_one_that_the_engine_refused_is_gone_for_routers(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise errors.request_error(errors.Code.OVERLOADED)
+
+    assert stage.run().accepted
+    events = stage.overhear(NAMES.events(MODEL, "w0"), internal.Events)
+    monkeypatch.setattr(stage.frontend.engine, "generate", refuse)
+    assert not stage.run(attempt=2).accepted
+    assert stage.snapshot().running == []
+    assert [key for one in events for key in one.taken] == [KEY]
+
+
 def test_an_attempt_that_has_sent_tokens_is_not_dropped(stage: Stage) -> None:
     stage.run()
     stage.world.run(0.5)

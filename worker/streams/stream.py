@@ -331,6 +331,16 @@ class WorkerStream:
             resume_from=internal.RunResume.of(so_far.token_ids, so_far.logprobs, first, age_s * 1e3),
         )
 
+    def start_report(self, prompt_tokens: int) -> internal.Started:
+        """Tells routers that the stream is open."""
+        return internal.Started(
+            id=self.key,
+            stream_no=self.stream_no,
+            attempt=self.run.attempt,
+            prompt_tokens=prompt_tokens,
+            router_id=self.run.router_id,
+        )
+
     def end_report(self, terminal: messages.Chunk) -> internal.StreamEnd:
         """Returns what the stream's terminal says, for its guardian."""
         assert terminal.finish_reason is not None

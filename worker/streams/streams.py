@@ -95,7 +95,8 @@ class Streams:
         return last.engine if last is not None else None
 
     def accept(self, run: internal.Run, headers: tracing.Headers = None) -> internal.RunReply:
-        """Starts a stream, or refuses the run and changes nothing. `headers` may name the trace of the run."""
+        """Starts a stream, or refuses the run; then at most an earlier attempt is gone. `headers` may name the trace of
+        the run."""
         try:
             self._start(run, headers)
         except errors.RequestError as refusal:
@@ -295,7 +296,7 @@ class Streams:
         ]
 
     def _start(self, run: internal.Run, headers: tracing.Headers) -> None:
-        """Raises RequestError and changes nothing if the run can't be accepted."""
+        """Raises RequestError if the run can't be accepted. At most an earlier attempt is gone then."""
         engine, config = self._require_serving(run)
         request = to_engine_request(run, config, self.settings, self._chat, self._adapters.of_run(run))
         if self._exchange.may_fetch(run):
@@ -316,7 +317,13 @@ class Streams:
         if (earlier := self._streams.get(run.request_id)) is not None:
             self.abandon(earlier, "moved")
         self._reach.heard(run.router_id, lease_time(), run.router_network)
-        engine.generate(request, partial(self._take, stream, check))
+        try:
+            engine.generate(request, partial(self._take, stream, check))
+        except Exception:  # the earlier attempt is gone all the same, and its router asks another worker
+            if earlier is not None:
+                announcer.log.taken.append(stream.key)
+                announcer.publish_events()
+            raise
         # if the id was used before, resyncs refer to the new stream from now on
         self._ended.pop(stream.key)
         self._streams[stream.key] = stream
@@ -328,15 +335,7 @@ class Streams:
             loop = asyncio.get_running_loop()
             stream.deadline = loop.call_later(run.remaining_ms / 1e3, self.cancel, stream.key, expired)
         self._telemetry.started(stream, request, headers, self._load(), announcer.health)
-        announcer.log.started.append(
-            internal.Started(
-                id=stream.key,
-                stream_no=stream_no,
-                attempt=run.attempt,
-                prompt_tokens=len(request.token_ids),
-                router_id=run.router_id,
-            )
-        )
+        announcer.log.started.append(stream.start_report(len(request.token_ids)))
         # until its constraint is compiled, it may still end with a terminal alone
         if request.constraint is None:
             self._outbox.put_head(stream, now)
