@@ -120,5 +120,7 @@ class Offers:
         except (PayloadTooLargeError, errors.RequestError) as error:
             if isinstance(error, errors.RequestError) and error.error.code is not errors.Code.PAYLOAD_TOO_LARGE:
                 return
+            if stream.guardian is not None:  # a router has accepted an earlier, smaller offer meanwhile
+                return
             stream.guardian = ""  # no router can take it
             self._log.error("stream_not_offered", request_id=stream.key)

@@ -29,6 +29,7 @@ class Guarded(Stage):
         self.large_offers: list[tuple[float, internal.Guard]] = []
         """The same for offers that came in parts."""
         self._takes_parts = True
+        self._accepts_as = ""
         self.entries = self.overhear(NAMES.events(MODEL, "w0"), internal.Events)
         self.peer.process.do(self.peer.bus.subscribe(OFFERS, self._take_offer))
 
@@ -37,6 +38,9 @@ class Guarded(Stage):
             if self._takes_parts:
                 self.peer.parts.receiver.announced(message, "w0", self._take_large)
             else:  # a router of an earlier version says nothing
+                if self._accepts_as:
+                    reply = internal.GuardReply(request_id=KEY, attempt=1, accepted=True, router_id=self._accepts_as)
+                    self.peer.bus.publish(GUARDED, codec.encode(reply))
                 self.peer.bus.publish(message.reply, codec.encode(internal.RunReply(accepted=False)))
             return
         assert message.reply == GUARDED
@@ -54,6 +58,10 @@ class Guarded(Stage):
     def refuse_parts(self) -> None:
         """Takes no offers in parts from now on."""
         self._takes_parts = False
+
+    def accept_parts_as(self, router_id: str) -> None:
+        """Does the same, but accepts an earlier offer at that moment, as this router."""
+        self._takes_parts, self._accepts_as = False, router_id
 
     def _said(self) -> Iterator[tuple[int, int]]:
         """Yields the streams and the tokens in the log."""
@@ -415,6 +423,19 @@ def test_a_stream_too_large_for_a_message_that_nobody_takes_in_parts_goes_on_wit
     assert [guard.run.request_id for _, guard in stage.offers] == ["default:r2"] * 3
     stage.world.run(8.0)
     assert [chunk.finish_reason for chunk in stage.peer.chunks if chunk.finish_reason] == ["length", "length"]
+
+
+def test_a_router_that_accepts_while_a_larger_offer_fails_is_the_guardian(stage: Guarded) -> None:
+    """It has answered an earlier offer, made when the stream was smaller."""
+    stage.reconfigure(context_length=1_000_000)
+    stage.run(max_tokens=90, prompt=[7] * 100_000)
+    stage.frontend.incoming.max_payload = 400_000
+    stage.listen("r9")
+    stage.accept_parts_as("r9")
+    with structlog.testing.capture_logs() as logs:
+        stage.world.run(2.5)
+    assert [line["event"] for line in logs if line["event"] == "stream_not_offered"] == []
+    assert (stage.guardian, stage.named) == ("r9", [{0: "r9"}])
 
 
 def test_a_stream_too_large_for_a_message_is_offered_in_parts(stage: Guarded) -> None:
