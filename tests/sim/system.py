@@ -110,7 +110,7 @@ class FrontendProcess:
         for one in (name, *beside):
             self.add(one)
         self._on_reconnect = self.bus.on_reconnect
-        self.process.spawn(self._line.run())
+        self.life = self.process.spawn(self._line.run())
 
     def add(self, name: str) -> SimReplica:
         """Starts another worker in the process."""

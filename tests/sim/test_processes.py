@@ -53,6 +53,29 @@ def pair() -> Iterator[Pair]:
         yield Pair(made)
 
 
+def test_a_worker_that_can_not_end_its_epoch_ends_its_process_and_the_fence_falls_for_the_others(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise LookupError("gone")
+
+    pair.ask_each(40)
+    FrontendProcess(pair.world, pair.broker, "other", max_num_seqs=8)
+    pair.world.run(0.5)
+    first, second = pair.process.replicas
+    monkeypatch.setattr(first.frontend.streams, "abandon_all", fail)
+    pair.process.process.is_paused = True
+    pair.world.run(1.6)
+    pair.process.process.is_paused = False
+    num_writes = pair.process.bus.num_writes
+    pair.world.run(20.0)
+    assert (second.frontend.num_streams, pair.process.bus.num_writes) == (0, num_writes)
+    assert isinstance(pair.process.life.exception(), LookupError)
+    for asked in pair.client.asked:
+        asked.check()
+        assert asked.is_whole, asked
+
+
 def test_a_process_that_was_frozen_cuts_off_all_its_workers_at_once(pair: Pair) -> None:
     before = pair.epochs
     pair.ask_each(40)

@@ -78,6 +78,8 @@ class Lifeline:
         self.is_muted = False
         """Whether nothing may be published: the old epoch is over and the new one has no connection yet."""
         self._is_given_up = False
+        self._failure: Exception | None = None
+        """Why a replica may still have streams of an epoch that is over, so that nothing may be published any more."""
         self._fence = Fence(lease_time())
         self._members: dict[Member, contextvars.Context] = {}
         self._may_beat = True
@@ -113,7 +115,8 @@ class Lifeline:
             self._has_work.set()
 
     async def run(self) -> None:
-        """Runs until cancelled. Raises ConnectionError once the broker has closed a connection for good."""
+        """Runs until cancelled. Raises ConnectionError once the broker has closed a connection for good, and what a
+        replica raised instead of ending its epoch."""
         self._fence.reset(lease_time())
         lives = (self._live(), self.bus.wait_closed(), self.incoming.wait_closed())
         running = [tasks.awaited(life) for life in lives]
@@ -146,6 +149,8 @@ class Lifeline:
             # before anything is published, so that a pause of the process is noticed
             self._fence.tick(lease_time())
             self.check_fence()
+            if self._failure is not None:
+                raise self._failure
             self._tick(now, now - ticked_at)
             ticked_at = now
 
@@ -193,15 +198,20 @@ class Lifeline:
 
     def _may_publish(self) -> bool:
         """Guards every write. While muted, writes are safe: what the old epoch buffered went with its connection."""
-        return self.is_muted or self.check_fence()
+        return self._failure is None and (self.is_muted or self.check_fence())
 
     def _fence_off(self) -> None:
         self.is_muted, self.epoch = True, new_epoch()
         for member, context in self._members.items():
-            context.run(member.epoch_ended, self.epoch)
+            try:
+                context.run(member.epoch_ended, self.epoch)
+            except Exception as error:  # outermost frame of a replica: the fence falls for the others in any case
+                self._failure = error
         self.bus.abort()
 
     def _reconnected(self) -> None:
+        if self._failure is not None:
+            return  # the process ends
         if self._is_given_up:
             return  # announcing a new epoch would replace the very process that has replaced this one
         if self.is_muted:
