@@ -175,8 +175,8 @@ class Announcer:
             return
         while True:
             entry = self.log.make(self._load(), self.state.on_wire)
-            # one event is enough, unless there are more blocks than fit
-            if not self._publish([entry], [self._to_message(entry)]) or not self.log.has_blocks:
+            # one event is enough, unless there is more than fits
+            if not self._publish([entry], [self._to_message(entry)]) or self.log.is_empty:
                 return
 
     def publish_step(self, sampled: Sequence[SampledTokens], chunks: Sequence[Outgoing], ended: Ends) -> bool:

@@ -7,6 +7,8 @@ from typing import NamedTuple, TypeVar
 
 from tokenbus.protocol.wire import block_hash, codec, internal, limits, messages
 
+ItemT = TypeVar("ItemT")
+
 
 class PublishedBlocks:
     """Maps the hash of each cached block to that of the block before it. The engine's memory bounds its size."""
@@ -56,6 +58,10 @@ def to_runs(stored: Iterable[tuple[int, int]]) -> Iterator[internal.BlockRun]:
         yield internal.BlockRun(parent=first, hashes=names)
 
 
+_FIRST_TOKEN_BYTES = 128
+"""The most that the report of a first token takes."""
+
+
 class SampledTokens:
     """The tokens that one entry of the event log will carry, in the order in which they were sampled."""
 
@@ -75,7 +81,8 @@ class SampledTokens:
     @property
     def is_full(self) -> bool:
         """Whether further tokens must go into another entry."""
-        return 8 * len(self.token_ids) + self._logprob_bytes >= limits.PART_BYTES // 2
+        first_token_bytes = _FIRST_TOKEN_BYTES * len(self.first_tokens)
+        return 8 * len(self.token_ids) + self._logprob_bytes + first_token_bytes >= limits.PART_BYTES // 2
 
     def add(
         self, stream_no: int, token_ids: Iterable[int], logprobs: bytes, first_token: internal.FirstToken | None
@@ -102,8 +109,29 @@ class SampledTokens:
 _HASHES_PER_ENTRY = 512
 """A stored block without a successor in the same run takes about 50 bytes, so an entry, together with a step's tokens,
 fits in a message of a broker that allows 64 KiB."""
+_HASHES_PER_ITEM = 20
+"""Anything else in an entry takes the place of so many: a started request takes up to about 1 kB."""
+_ITEMS_PER_ENTRY = _HASHES_PER_ENTRY // _HASHES_PER_ITEM
 _ENDS_PER_ENTRY = 24
 """A request's end takes at most about 2 kB: its key up to three times, and the rest of its report."""
+
+
+class _Room:
+    """The room that is left in an entry."""
+
+    def __init__(self) -> None:
+        self._num_items = _ITEMS_PER_ENTRY
+
+    @property
+    def num_hashes(self) -> int:
+        """The room for hashes of blocks."""
+        return _HASHES_PER_ENTRY - _HASHES_PER_ITEM * (_ITEMS_PER_ENTRY - self._num_items)
+
+    def fill(self, items: list[ItemT]) -> list[ItemT]:
+        """Returns as many of `items` as fit, which take that room."""
+        fitting = items[: self._num_items]
+        self._num_items -= len(fitting)
+        return fitting
 
 
 class Ends(NamedTuple):
@@ -202,14 +230,11 @@ class EventLog:
         return bool(self.started or self._removed or self._stored)
 
     @property
-    def has_blocks(self) -> bool:
-        """Whether there are blocks for another entry."""
-        return bool(self._removed or self._stored)
-
-    @property
     def exceeds_one_entry(self) -> bool:
-        """Whether there are more blocks than fit in one entry."""
-        return len(self._removed) + len(self._stored) > _HASHES_PER_ENTRY
+        """Whether there is more than fits in one entry."""
+        keys = len(self.finished) + len(self.taken) + len(self.stranded) + len(self.remote_prefills)
+        num_items = len(self.started) + keys + len(self.guardians) + len(self.fetches)
+        return len(self._removed) + len(self._stored) + _HASHES_PER_ITEM * num_items > _HASHES_PER_ENTRY
 
     def make(
         self,
@@ -220,28 +245,33 @@ class EventLog:
     ) -> internal.Events:
         """Returns the next entry: everything that has happened, with the tokens of `sampled` and the ends of requests.
 
-        Blocks that don't fit are left for later entries."""
+        What does not fit is left for later entries."""
         entry = self._entry(self.next_seq, load, state, sampled)
         if self._has_only_tokens and not ended.keys:
             return entry
+        room = _Room()
+        started = room.fill(self.started)  # first: nothing else is said of a request before its start
+        finished, taken, stranded = room.fill(self.finished), room.fill(self.taken), room.fill(self.stranded)
+        guardians = dict(room.fill(list(self.guardians.items())))
+        fetches, remote_prefills = room.fill(self.fetches), room.fill(self.remote_prefills)
         # removals first: a block may be evicted and stored again within one entry
-        removed = self._removed[:_HASHES_PER_ENTRY]
-        stored = itertools.islice(self._stored.items(), _HASHES_PER_ENTRY - len(removed))
+        removed = self._removed[: room.num_hashes]
+        stored = itertools.islice(self._stored.items(), room.num_hashes - len(removed))
         return codec.replace(
             entry,
             health=self.health,
             cleared=self._is_cleared,
             removed=removed,
             stored=list(to_runs((parent, name) for name, parent in stored)),
-            started=self.started,
-            finished=[*self.finished, *ended.keys],
+            started=started,
+            finished=[*finished, *ended.keys],
             ends=ended.reports,
             failed=ended.failed,
-            taken=self.taken,
-            stranded=self.stranded,
-            guardians=self.guardians,
-            fetches=self.fetches,
-            legs=self.remote_prefills,
+            taken=taken,
+            stranded=stranded,
+            guardians=guardians,
+            fetches=fetches,
+            legs=remote_prefills,
         )
 
     def make_next(
@@ -268,8 +298,14 @@ class EventLog:
         for run in first.stored:
             for name in run.hashes:
                 del self._stored[name]
-        self.started, self.finished, self.taken, self.guardians = [], [], [], {}
-        self.fetches, self.remote_prefills, self.stranded = [], [], []
+        del self.started[: len(first.started)]
+        del self.finished[: len(first.finished) - len(first.ends)]
+        del self.taken[: len(first.taken)]
+        del self.stranded[: len(first.stranded)]
+        for stream_no in first.guardians:
+            del self.guardians[stream_no]
+        del self.fetches[: len(first.fetches)]
+        del self.remote_prefills[: len(first.legs)]
 
     def last_written(self, num_writes: int) -> int:
         """Returns the number of the last entry that has left this process, or -1 if none has.
@@ -299,8 +335,6 @@ class EventLog:
             first_tokens=sampled.first_tokens,
         )
 
-
-ItemT = TypeVar("ItemT")
 
 REQUESTS_PER_PART = 48
 """A running request takes at most about 700 bytes without tokens, so a part stays below `PART_BYTES`."""

@@ -151,6 +151,40 @@ def test_requests_are_in_the_first_of_several_events_only() -> None:
     assert (second.started, second.finished) == ([], [])
 
 
+def test_what_happened_while_the_broker_was_away_is_split_over_events_that_fit_and_starts_come_first() -> None:
+    harness = Harness()
+    log, key = harness.announcer.log, "k" * (3 * limits.MAX_NAME_BYTES + limits.MAX_ID_BYTES)
+    starts = [
+        internal.Started(id=key, stream_no=number, attempt=2, prompt_tokens=5, router_id="r" * limits.MAX_NAME_BYTES)
+        for number in range(300)
+    ]
+    keys = [f"{key}{number}" for number in range(300)]
+    fetched = [internal.Fetched(stream_no=number, worker_id="a") for number in range(30)]
+    log.started += starts
+    log.finished += keys
+    log.taken += keys
+    log.stranded = list(keys)
+    log.remote_prefills += keys
+    log.fetches += fetched
+    log.guardians |= dict.fromkeys(range(30), "r" * limits.MAX_NAME_BYTES)
+    harness.announcer.blocks_changed([], [(ROOT, number) for number in range(10, 10 + 2 * MOST)])
+    harness.announcer.publish_events()
+    payloads = [one.payload for one in harness.bus.take()]
+    assert max(map(len, payloads)) < limits.PART_BYTES // 2 + 4_096
+    events = [_events.decode(one) for one in payloads]
+    assert [one.seq for one in events] == list(range(events[0].seq, events[0].seq + len(events)))
+    assert [started for one in events for started in one.started] == starts
+    assert [end for one in events for end in one.finished] == keys
+    assert [taken for one in events for taken in one.taken] == keys
+    assert [stranded for one in events for stranded in one.stranded] == keys
+    assert [leg for one in events for leg in one.legs] == keys
+    assert [fetch for one in events for fetch in one.fetches] == fetched
+    assert sorted(number for one in events for number in one.guardians) == list(range(30))
+    assert sum(len(stored_in(one)) for one in events) == 2 * MOST
+    assert not any(one.finished for one in events[: [bool(one.started) for one in events].index(False) - 1])
+    assert harness.announcer.log.is_empty
+
+
 def test_only_a_worker_that_exchanges_blocks_names_their_identity() -> None:
     harness = Harness()
     harness.serve()

@@ -333,6 +333,18 @@ async def test_a_stream_has_not_ended_for_anyone_before_its_terminal_is_publishe
     assert [(again.text, again.finish_reason) for again in sender.replay(one)] == [("a", None), ("b", "length")]
 
 
+async def test_more_first_tokens_than_fit_one_entry_are_in_several() -> None:
+    sender = Sender()
+    for number in range(2_000):
+        first = msgspec.structs.replace(output("a", 7), first_token=FIRST_TOKEN)
+        sender.put(stream(f"{number}", number), first)
+    sender.outbox.flush()
+    (batch,) = sender.bus.take_batches()
+    assert max(len(one.payload) for one in batch) < limits.PART_BYTES // 2
+    entries = entries_in([decoded(one) for one in batch])
+    assert [first.stream_no for entry in entries for first in entry.first_tokens] == list(range(2_000))
+
+
 @pytest.mark.parametrize("has_tokens", [False, True])
 async def test_more_ends_than_fit_one_entry_are_in_several_after_the_terminals(has_tokens: bool) -> None:
     """As when no engine continues the streams of one that has died."""
