@@ -10,7 +10,6 @@ from typing import NamedTuple
 import structlog
 
 from tokenbus.protocol.wire import block_hash
-from tokenbus.worker.chat_format.reasoning_budget import ReasoningBudget
 from tokenbus.worker.contract.engine_errors import DeviceError
 from tokenbus.worker.contract.engine_settings import SchedulerSettings
 from tokenbus.worker.engine.constraints.compilation import (
@@ -29,6 +28,7 @@ from tokenbus.worker.engine.process import ipc, scheduler_setup
 from tokenbus.worker.engine.process.block_transfers import BlockTransfers
 from tokenbus.worker.engine.process.device_sharing import StepGate
 from tokenbus.worker.engine.process.memory_check import MemoryCheck
+from tokenbus.worker.engine.process.resumed_tokens import Reading, ResumedTokens
 from tokenbus.worker.engine.process.step_timer import StepTimer
 from tokenbus.worker.engine.scheduling.lanes import LaneShare
 from tokenbus.worker.engine.scheduling.plan import Outcome, SampledToken, SeenLogits, StepPlan, StepResult, Undone
@@ -116,6 +116,7 @@ class StepLoop:
         )
         self._compiling: dict[int, ipc.Add] = {}
         """Sequences whose constraints are being compiled, or wait to be."""
+        self._resumed = ResumedTokens(runner.reasoning_closer)
         self._unloading: list[str] = []
         """Adapters to unload once no sequence uses them."""
         self._watched: dict[int, Sequence] = {}
@@ -136,6 +137,8 @@ class StepLoop:
         """Steps until the inbox holds None. Raises an exception that the inbox holds, and DeviceError."""
         try:
             while (results := self._take_commands()) is not None:
+                for reading in self._resumed.read():
+                    self._add_sequence(reading.command, reading.matcher, reading)
                 self._wait_for_matchers()
                 num_decoding = self._scheduler.num_decoding
                 pools = self._pooling.has_work and self._had_prompts
@@ -190,6 +193,8 @@ class StepLoop:
                     del self._compiling[seq_no]
                     self._compilation.cancel(seq_no)
                     self._report_end(seq_no, EngineFinishReason.ABORTED)
+                case ipc.Abort(seq_no) if self._resumed.abort(seq_no):
+                    self._report_end(seq_no, EngineFinishReason.ABORTED)
                 case ipc.Abort(seq_no):
                     result = self._scheduler.abort(seq_no)
                     results += [result] if result is not None else []
@@ -215,7 +220,8 @@ class StepLoop:
     @property
     def _has_work(self) -> bool:
         has_blocks_to_move = self._pool.prefixes.has_unsaved or self._block_transfers.has_work  # even if nothing runs
-        return self._scheduler.has_work or has_blocks_to_move or self._pooling.has_work
+        has_sequences = self._scheduler.has_work or len(self._resumed) > 0
+        return has_sequences or has_blocks_to_move or self._pooling.has_work
 
     def _clear_cache(self) -> None:
         """Drops everything that no sequence uses, in host memory too."""
@@ -229,7 +235,8 @@ class StepLoop:
         """Unloads the adapters that are no longer wanted and that no sequence uses."""
         if not self._unloading:
             return
-        sets = [one.adapters for one in self._scheduler.sequences] + [one.adapters for one in self._compiling.values()]
+        coming = (*self._compiling.values(), *self._resumed.commands)
+        sets = [one.adapters for one in self._scheduler.sequences] + [one.adapters for one in coming]
         used = {adapter.digest for adapters in sets for adapter in adapters}
         for digest in [digest for digest in self._unloading if digest not in used]:
             assert self._runner.adapters is not None
@@ -259,9 +266,14 @@ class StepLoop:
         self._report(ipc.ConstraintCompiled(seq_no, seconds))
         self._add_sequence(command, result)
 
-    def _add_sequence(self, command: ipc.Add, matcher: SequenceMatcher | None) -> None:
-        """Gives a sequence to the scheduler; one that can't be created ends, without affecting the others."""
+    def _add_sequence(self, command: ipc.Add, matcher: SequenceMatcher | None, reading: Reading | None = None) -> None:
+        """Gives a sequence to the scheduler, once the tokens that it already has are read for its reasoning budget; one
+        that can't be created ends, without affecting the others."""
         try:
+            budget = self._resumed.new_budget(command) if reading is None else reading.take_budget()
+            if reading is None and budget is not None and command.num_sampled:
+                self._resumed.add(command, matcher, budget)
+                return
             token_ids = block_hash.unpack_token_ids(command.token_ids)
             for one in command.adapters:
                 if self._runner.adapters is None or one.digest not in self._runner.adapters:
@@ -279,7 +291,7 @@ class StepLoop:
                 isolated=command.isolated,
                 matcher=matcher,
                 hint=command.hint,
-                reasoning_budget=self._reasoning_budget(command),
+                reasoning_budget=budget,
                 logprobs_from=command.logprobs_from,
             )
             self._scheduler.add(sequence)
@@ -291,17 +303,6 @@ class StepLoop:
             return
         if command.return_progress:
             self._watched[sequence.seq_no] = sequence
-
-    def _reasoning_budget(self, command: ipc.Add) -> ReasoningBudget | None:
-        """Returns a sequence's budget, given the tokens that it already has."""
-        closer = self._runner.reasoning_closer
-        if command.reasoning_limit is None or closer is None:
-            return None
-        budget = ReasoningBudget(closer, command.reasoning_limit)
-        token_ids = block_hash.unpack_token_ids(command.token_ids)
-        for token_id in token_ids[len(token_ids) - command.num_sampled :]:
-            budget.accept(token_id)
-        return budget
 
     def _wait_for_matchers(self) -> None:
         """Takes the results of matchers in other processes; waits for one only if there is nothing to compute."""

@@ -13,11 +13,13 @@ from hypothesis import strategies as st
 
 from tests.support.arithmetic import END_TOKEN, ArithmeticRunner, exchanging, make_config
 from tests.support.block_hashes import block_hashes
+from tests.support.reasoning_vocabulary import KNOWN, ReasoningVocabulary
 from tokenbus.protocol.wire import block_hash
+from tokenbus.worker.chat_format.reasoning_budget import ReasoningBudget
 from tokenbus.worker.contract import engine_request
 from tokenbus.worker.contract.engine_errors import DeviceError, InsufficientMemoryError
 from tokenbus.worker.contract.engine_settings import SchedulerSettings
-from tokenbus.worker.engine.process import ipc
+from tokenbus.worker.engine.process import ipc, resumed_tokens
 from tokenbus.worker.engine.process.loop import StepLoop
 from tokenbus.worker.engine.scheduling.plan import Outcome, StepPlan
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason
@@ -122,6 +124,58 @@ def test_the_stats_of_steps_count_preemptions_and_what_moves_between_device_and_
     assert (sum(one.restored_tokens for one in stats), sum(one.recomputed_tokens for one in stats)) == (8, 0)
     assert (sum(one.offloaded_bytes for one in stats), sum(one.onloaded_bytes for one in stats)) == (600, 200)
     assert set(story.ends().values()) == {EngineFinishReason.LENGTH}
+
+
+def resumed_with_budget(seq_no: int, num_sampled: int) -> ipc.Add:
+    """A command for a sequence that already has tokens, which its reasoning budget has to read."""
+    parsing = engine_request.OutputParsing(generation_prompt="<think>")
+    limit = engine_request.ReasoningLimit(max_tokens=100_000, parsing=parsing)
+    token_ids = block_hash.pack_token_ids([5] * (3 + num_sampled))
+    sampling = engine_request.Sampling(max_tokens=num_sampled + 2, ignore_eos=True)
+    return ipc.Add(seq_no, token_ids, sampling, num_sampled=num_sampled, reasoning_limit=limit)
+
+
+@pytest.fixture
+def closing_runner() -> ArithmeticRunner:
+    runner = ArithmeticRunner(make_config(total_kv_blocks=4_096, context_length=40_000))
+    runner.reasoning_closer = ReasoningVocabulary(KNOWN["hermes"]).closer
+    return runner
+
+
+def test_tokens_that_a_sequence_already_has_are_read_between_the_steps_of_others(
+    closing_runner: ArithmeticRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of them at once could take seconds, for which every stream would stand still."""
+    monkeypatch.setattr(resumed_tokens, "_READ_S", 1e-4)
+    story = run(resumed_with_budget(1, 20_000), add(2), resumed_with_budget(3, 100), runner=closing_runner)
+    ended = [output.seq_no for output in story.outputs if output.finish_reason is not None]
+    assert ended[-1] == 1
+    assert (len(story.tokens(1)), len(story.tokens(2)), len(story.tokens(3))) == (2, 6, 2)
+
+
+def test_a_sequence_whose_tokens_are_being_read_can_be_aborted(
+    closing_runner: ArithmeticRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resumed_tokens, "_READ_S", 1e-4)
+
+    def abort(report: ipc.StepReport, inbox: Inbox) -> None:
+        if not report.outputs:
+            inbox.put(ipc.Abort(1))
+
+    story = run(resumed_with_budget(1, 20_000), runner=closing_runner, then=abort)
+    assert story.ends() == {1: EngineFinishReason.ABORTED}
+    assert not any(report.started for report in story.reports)
+
+
+def test_a_sequence_whose_tokens_can_not_be_read_ends_alone(
+    closing_runner: ArithmeticRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise LookupError("gone")
+
+    monkeypatch.setattr(ReasoningBudget, "accept", fail)
+    story = run(resumed_with_budget(1, 9), add(2), runner=closing_runner)
+    assert story.ends() == {1: EngineFinishReason.FAILED, 2: EngineFinishReason.LENGTH}
 
 
 def test_an_inbox_that_says_none_ends_the_loop_at_once() -> None:
