@@ -8,6 +8,7 @@ import pytest
 from tokenbus.worker.chat_format.known_formats import KNOWN_FORMATS, KnownFormat, known_format, with_tokens
 from tokenbus.worker.chat_format.parsing import values
 from tokenbus.worker.chat_format.parsing.markers import Rules
+from tokenbus.worker.chat_format.parsing.schemas import SchemaReader
 from tokenbus.worker.contract.chat_format import ChatFormat
 
 
@@ -52,14 +53,14 @@ def test_a_special_token_that_begins_like_another_is_told_from_it() -> None:
     ],
 )
 def test_the_types_of_a_schema_are_those_it_allows(parameters: object, types: set[str]) -> None:
-    assert values.types_of(parameters) == types
+    assert SchemaReader({}).types_of(parameters) == types
 
 
 def test_a_schema_that_nests_too_deeply_allows_anything() -> None:
     nested: object = {"type": "string"}
     for _ in range(1000):
         nested = {"anyOf": [nested]}
-    assert values.types_of(nested) == set()
+    assert SchemaReader({}).types_of(nested) == set()
 
 
 @pytest.mark.parametrize(
