@@ -282,13 +282,19 @@ class WorkerProcess:
             try:
                 for number in range(model.replicas):
                     num_bytes = await self._on_demand.take(model)
-                    replica = self._add_replica(model, model.replicas - number)
+                    try:
+                        replica = self._add_replica(model, model.replicas - number)
+                    except Exception:  # as without a file descriptor: nobody would ever give them back
+                        self._on_demand.give_back(num_bytes)
+                        raise
                     self._taken_bytes[replica] = num_bytes
                     added.append(replica)
                     await self._wait_started(replica, partial(_report, on_progress, number, model.replicas))
-            except (ModelError, ConnectionError) as error:
+            except Exception as error:  # whatever failed, it is reported: those that serve already would be unknown
                 for replica in added:
                     replica.frontend.drain.request()
+                if not isinstance(error, ModelError | ConnectionError):
+                    raise
                 refusal = errors.make_error(errors.Code.INVALID_REQUEST, str(error), param="model")
                 on_progress(internal.ControlReply(ok=False, error=refusal))
                 return

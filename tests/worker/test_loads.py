@@ -1,0 +1,57 @@
+"""A model that is loaded while others serve is loaded as a whole, or leaves nothing behind."""
+
+import asyncio
+import errno
+
+import pytest
+
+from tokenbus.protocol.wire import errors, internal
+from tokenbus.worker.contract.engine_settings import EngineSettings
+from tokenbus.worker.replica.drain import Drain
+from tokenbus.worker.serve import WorkerProcess
+from tokenbus.worker.settings.settings import ModelToServe, WorkerSettings
+
+SIM = EngineSettings(model="steps-of-50ms", engine="sim")
+
+
+class StubFrontend:
+    def __init__(self) -> None:
+        self.drain = Drain()
+
+
+class StubReplica:
+    """A replica that serves at once."""
+
+    worker_id = "w"
+
+    def __init__(self) -> None:
+        self.frontend = StubFrontend()
+
+
+async def test_a_replica_that_can_not_be_made_gives_its_memory_back_and_ends_those_before_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    worker = WorkerProcess(WorkerSettings(models=(ModelToServe("m", SIM),), memory_budget_bytes=1 << 40))
+    await worker._on_demand.prepare()
+    plan, made = worker._on_demand._plan, list[StubReplica]()
+    budget_bytes = plan.budget_bytes
+
+    def add(*_: object) -> StubReplica:
+        if made:
+            raise OSError(errno.EMFILE, "too many open files")
+        made.append(StubReplica())
+        return made[0]
+
+    async def wait(*_: object) -> None: ...
+
+    monkeypatch.setattr(worker, "_add_replica", add)
+    monkeypatch.setattr(worker, "_wait_started", wait)
+    replies: list[internal.ControlReply] = []
+    worker.load(internal.Control(op="load", model=SIM.model, served_name="n", replicas=2), replies.append)
+    async with asyncio.timeout(10):
+        while len(replies) < 2:
+            await asyncio.sleep(0.01)
+    assert replies[-1].error is not None
+    assert replies[-1].error.code is errors.Code.INTERNAL
+    assert made[0].frontend.drain.requested.is_set()
+    assert plan.budget_bytes == budget_bytes - sum(worker._taken_bytes.values())
