@@ -125,8 +125,14 @@ class WorkerProcess:
         lives = [tasks.awaited(life) for life in (self._line.run(), self._on_demand.run())]
         for life in lives:
             life.add_done_callback(lambda _: self._ended.put_nowait(None))
+        starting = tasks.awaited(self._start_first())
         try:
-            await self._start_first()
+            # models may take hours to fetch, and none can be served without a connection
+            await asyncio.wait([starting, *lives], return_when=asyncio.FIRST_COMPLETED)
+            for life in lives:
+                if life.done():
+                    life.result()  # raises what ended it
+            await starting
             while self._replicas:
                 replica = await self._ended.get()
                 if replica is None:
@@ -141,7 +147,7 @@ class WorkerProcess:
                 if replica.started.done():
                     life.result()  # raises what ended it, since that concerns all replicas
         finally:
-            replicas = [*self._loads, *self._pulls, *self._replicas.values()]
+            replicas = [starting, *self._loads, *self._pulls, *self._replicas.values()]
             for running in (replicas, lives):  # replicas still announce that they have stopped
                 for task in running:
                     task.cancel()

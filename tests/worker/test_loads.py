@@ -1,4 +1,5 @@
-"""A model that is loaded while others serve is loaded as a whole, or leaves nothing behind."""
+"""A model that is loaded while others serve is loaded as a whole, or leaves nothing behind; and nothing that a process
+needs ends unnoticed while models load."""
 
 import asyncio
 import errno
@@ -55,3 +56,21 @@ async def test_a_replica_that_can_not_be_made_gives_its_memory_back_and_ends_tho
     assert replies[-1].error.code is errors.Code.INTERNAL
     assert made[0].frontend.drain.requested.is_set()
     assert plan.budget_bytes == budget_bytes - sum(worker._taken_bytes.values())
+
+
+async def test_a_process_whose_connection_is_closed_for_good_ends_though_its_first_models_still_load(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    worker = WorkerProcess(WorkerSettings(models=(ModelToServe("m", SIM),)))
+
+    async def close() -> None:
+        raise ConnectionError("closed")
+
+    async def load() -> None:
+        await asyncio.sleep(60)
+
+    monkeypatch.setattr(worker._line, "run", close)
+    monkeypatch.setattr(worker, "_start_first", load)
+    async with asyncio.timeout(10):
+        with pytest.raises(ConnectionError):
+            await worker._serve_replicas()
