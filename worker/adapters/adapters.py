@@ -110,20 +110,29 @@ class Adapters:
             is_first, self._engine = self._engine is None, engine
             before, self._lent = self._loaded, frozenset()
             loaded: dict[str, _Loaded] = {}
-            for name, settings in list(self._wanted.items()):
-                try:
-                    loaded[name] = await _load(engine, settings)
-                except errors.RequestError as error:
-                    if error.error.retryable:
-                        raise EngineDiedError(f"the engine ended while it loaded the adapter {name}") from error
-                    if is_first:
-                        self._engine = None
-                        raise ModelError(f"--lora {name}: {error.error.message}") from error
-                    self._log.error("adapter_failed", adapter=name, error=error.error.message)
-                    del self._wanted[name]
+            try:
+                await self._load_wanted(engine, loaded, is_first=is_first)
+            except BaseException:  # there may be many tries
+                for one in loaded.values():
+                    one.kept.close()
+                if is_first:
+                    self._engine = None
+                raise
             self._loaded = loaded
             self._retire(before.values())
             await self._lend(engine)
+
+    async def _load_wanted(self, engine: contract.Engine, loaded: dict[str, _Loaded], *, is_first: bool) -> None:
+        for name, settings in list(self._wanted.items()):
+            try:
+                loaded[name] = await _load(engine, settings)
+            except errors.RequestError as error:
+                if error.error.retryable:
+                    raise EngineDiedError(f"the engine ended while it loaded the adapter {name}") from error
+                if is_first:
+                    raise ModelError(f"--lora {name}: {error.error.message}") from error
+                self._log.error("adapter_failed", adapter=name, error=error.error.message)
+                del self._wanted[name]
 
     async def load(self, settings: AdapterSettings) -> None:
         """Loads an adapter, replacing one with the same name. Changes nothing if it raises RequestError."""

@@ -136,6 +136,31 @@ async def test_the_first_engine_must_have_every_adapter_and_later_ones_what_is_l
     assert third.loaded == {"two": 1}
 
 
+async def test_an_engine_that_dies_while_it_loads_the_first_adapters_leaves_nothing_open_and_is_not_the_first(
+    tmp_path: Path,
+) -> None:
+    """It may die again and again, as when memory is short."""
+    adapters, engine = Adapters(), Engine()
+    folders = [str(make_folder(tmp_path / name)) for name in ("a", "b")]
+    adapters.want([AdapterSettings("a", folders[0]), AdapterSettings("b", folders[1])])
+
+    async def load(path: str) -> str:
+        if path == folders[1]:
+            raise errors.request_error(errors.Code.WORKER_LOST)
+        return path
+
+    engine.load_adapter = load  # type: ignore[method-assign]
+    num_open = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        with pytest.raises(EngineDiedError):
+            await adapters.load_all(as_engine(engine))
+    assert len(os.listdir("/proc/self/fd")) == num_open
+    for folder in folders:
+        os.rmdir(folder)
+    with pytest.raises(ModelError):
+        await adapters.load_all(as_engine(Engine()))
+
+
 async def test_what_streams_use_is_lent_to_the_next_engine_though_it_is_unloaded_and_its_file_deleted(
     tmp_path: Path,
 ) -> None:
