@@ -6,6 +6,7 @@ Each has a replica whose engine comes and goes: the frontend stays on the bus, a
 import asyncio
 import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Protocol
 
@@ -185,6 +186,8 @@ def _listing(settings: EngineSettings, context_length: int) -> contract.EngineCo
 
 
 _TICK_S = 0.1
+_MAX_MEASURED = 32
+"""The number of models that are measured at the same time. Some may have to be downloaded."""
 
 
 class OnDemandModels:
@@ -200,6 +203,9 @@ class OnDemandModels:
         """The memory of models loaded alongside these."""
         self._replicas: dict[str, OnDemandReplica] = {}
         self._measuring: dict[str, asyncio.Task[None]] = {}
+        # the event loop's own threads also resolve the broker's name, which must not wait for downloads
+        self._threads = ThreadPoolExecutor(_MAX_MEASURED, "measure")
+        self._is_stopped = False
         self._changing: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
         self._began_at: dict[str, float] = {}
@@ -286,6 +292,8 @@ class OnDemandModels:
                 self._changed.clear()
                 self._act(time.monotonic())
         finally:
+            self._is_stopped = True
+            self._threads.shutdown(wait=False, cancel_futures=True)
             running = [*self._changing, *self._measuring.values()]
             for task in running:
                 task.cancel()
@@ -404,6 +412,13 @@ class OnDemandModels:
             raise ModelError(str(error)) from error
 
     async def _measure_files(self, model: ModelToServe) -> MemoryNeed:
-        """Reads files on a thread. Raises ModelError and OSError."""
-        facts = await asyncio.to_thread(model_sizes.read_facts, model.engine, lambda _: None)
+        """Reads files on a thread, which ends with the next bytes of a download once the worker stops. Raises
+        ModelError and OSError."""
+
+        def note(_: float) -> None:
+            if self._is_stopped:
+                raise ModelError("the worker stops")
+
+        loop = asyncio.get_running_loop()
+        facts = await loop.run_in_executor(self._threads, model_sizes.read_facts, model.engine, note)
         return model_sizes.choose_sizes(facts, model.engine, self._settings.memory_budget_bytes)

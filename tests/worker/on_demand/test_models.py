@@ -1,6 +1,8 @@
 """Whatever fails while a model is measured, loaded or unloaded, those who ask for models are answered."""
 
 import asyncio
+import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from typing import cast
 
@@ -102,6 +104,39 @@ async def test_an_error_that_nobody_expected_is_an_answer_too(serve: Serve, monk
     refused = await answer(serve(wrong=SIM)["wrong"], until=lambda reply: reply.error is not None)
     assert refused.error is not None
     assert refused.error.code is errors.Code.NO_WORKER
+
+
+async def test_models_that_are_fetched_to_be_measured_hold_up_nothing_else_and_end_with_the_worker(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The event loop's own threads resolve the broker's name when a connection is lost."""
+    num_fetching, ended = 0, threading.Semaphore(0)
+
+    def fetch(_: EngineSettings, progress: Callable[[float], None]) -> None:
+        nonlocal num_fetching
+        num_fetching += 1
+        try:
+            while True:
+                time.sleep(0.01)
+                progress(0.5)
+        finally:
+            ended.release()
+
+    monkeypatch.setattr("tokenbus.worker.on_demand.model_sizes.read_facts", fetch)
+    served = tuple(ModelToServe(f"m{number}", SIM, on_demand=True) for number in range(40))
+    on_demand = OnDemandModels(WorkerSettings(models=served), WorkerMetrics(), "worker")
+    await on_demand.prepare()
+    running = asyncio.create_task(on_demand.run())
+    for one in served:
+        on_demand.add(cast(OnDemandReplica, StubReplica(one.served_name, on_demand)))
+    async with asyncio.timeout(10):
+        while num_fetching < 32:
+            await asyncio.sleep(0.01)
+        assert await asyncio.to_thread(lambda: "free") == "free"
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        for _ in range(num_fetching):
+            assert await asyncio.to_thread(ended.acquire, timeout=5)
 
 
 async def test_a_model_that_can_not_be_unloaded_does_not_keep_others_out(serve: Serve) -> None:
