@@ -270,6 +270,12 @@ class Limits:
         if len(self._refused) > MAX_ACCOUNTS:
             self._refused.popitem(last=False)
 
+    def want_days(self) -> None:
+        """Has the records of all days of which something is known to be taken read, and corrected."""
+        for account, share in self.windows.items():
+            if share.taken and share.seconds == DAY_S:
+                self.wanted[account] = None
+
     def due(self, now: float) -> list[Account]:
         """Returns the slots that have to be renewed or given back."""
         return [account for account, slots in self.slots.items() if slots.is_due(now)]

@@ -18,7 +18,7 @@ import contextlib
 import random
 import secrets
 import time
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import structlog
@@ -39,7 +39,7 @@ from tokenbus.protocol.bus.bus import Bus, OutboundBufferLimitError
 from tokenbus.protocol.wire import errors, messages, subjects
 from tokenbus.router.access.limits import FREE, Account, Limits, Throttled, Ticket
 from tokenbus.router.access.slots import SlotRecord
-from tokenbus.router.access.windows import DAY_S, WINDOW_S, Record
+from tokenbus.router.access.windows import DAY_S, WINDOW_S, Record, decoded
 from tokenbus.router.telemetry.metrics import RouterMetrics
 
 BUCKET_LIMITS = BucketLimits(max_bytes=256 * 1024 * 1024, max_age_s=2 * DAY_S)
@@ -110,9 +110,11 @@ class Quota:
         """Whether other routers may have leased what this one does not know of."""
         self._leases_from, self._shares_from = _NEVER, 0
         self._probed_at = -_PROBE_S
+        self._had_leases = False
+        """Whether limits were leased at the last tick."""
         self._leasing: asyncio.Task[None] | None = None
         self._round: asyncio.Future[None] | None = None
-        """Done when some of the leases that are wanted are answered."""
+        """Done when the leases that are being asked for are answered."""
         self._log = structlog.get_logger()
         limits.on_wanted = self._wake
 
@@ -255,6 +257,9 @@ class Quota:
         self._others_lease |= self.is_leasing
         if self.is_leasing != was_leasing:
             self._beat()  # the others leave shares to routers that do not lease
+        if self.is_leasing and not self._had_leases:
+            self._limits.want_days()  # so that a new bucket is told what is known of them
+        self._had_leases = self.is_leasing
         for share in self._limits.windows.values():
             share.tick(self.num_routers, self.now)
         for account in self._limits.due(self.now):
@@ -333,18 +338,16 @@ class Quota:
         await asyncio.shield(self._round)
 
     async def _lease_wanted(self) -> None:
-        while True:
-            some = list(self._limits.wanted)[:_AT_ONCE]
-            for account in some:
-                del self._limits.wanted[account]
-            try:
+        try:
+            while self._limits.wanted:
+                some = list(self._limits.wanted)[:_AT_ONCE]
+                for account in some:
+                    del self._limits.wanted[account]
                 await asyncio.gather(*map(self._lease, some))
-            finally:  # each time, since others may want something all the time
-                ended, self._round = self._round, None
-                if ended is not None and not ended.done():
-                    ended.set_result(None)
-            if not self._limits.wanted:
-                return
+        finally:
+            ended, self._round = self._round, None
+            if ended is not None and not ended.done():
+                ended.set_result(None)
 
     async def _lease(self, account: Account) -> None:
         windows, slots = self._limits.windows.get(account), self._limits.slots.get(account)
@@ -392,15 +395,17 @@ class Quota:
             raise BucketError(f"the bucket was made again at {state.created}")
         value = None if entry is None else entry.value
         if (slots := self._limits.slots.get(account)) is not None:
-            held = slots.lease(_decoded(_slots, value), self._name, self.num_routers, self.now)
+            held = slots.lease(decoded(_slots, value), self._name, self.num_routers, self.now)
             await self._store(bucket, key, entry, held.record)
             slots.take(held, self.now)
         elif (share := self._limits.windows.get(account)) is not None:
             share.roll(self.now)
-            record = _decoded(_records, value)
+            record = decoded(_records, value)
             share.observe(record, self.now)
             if not share.needs_lease:
-                return True  # it was only read
+                if (corrected := share.corrected(record)) is not None:
+                    await self._store(bucket, key, entry, corrected)
+                return True  # otherwise it was only read
             leased = share.lease(record, self._name, self.num_routers, self._num_sharing)
             if leased is None:
                 return False
@@ -428,13 +433,3 @@ class Quota:
                 share.is_full = True
         elif (slots := self._limits.slots.get(account)) is not None:
             slots.share_out(self.num_routers, self.now)
-
-
-def _decoded(decoder: "msgspec.msgpack.Decoder[Any]", value: bytes | None) -> Any:
-    """Decodes a record; one that can't be read counts as none, and is replaced."""
-    if value is None:
-        return None
-    try:
-        return decoder.decode(value)
-    except (msgspec.MsgspecError, ValueError):
-        return None

@@ -14,7 +14,7 @@ Each lease has a number, and a record the last number of each router: if the ans
 in the record instead of being taken again."""
 
 import math
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
@@ -252,6 +252,15 @@ class WindowShare:
             return Record(self.window, max(record.taken, self.taken if passed == 0 else 0.0), record.leases)
         return Record(self.window, max(0.0, record.taken - passed * self.capacity), record.leases)
 
+    def corrected(self, record: Record | None) -> Record | None:
+        """Returns the record with what this router knows to be taken of a day, if it says less; None if it says enough.
+        Of a new bucket, a router that stood still when the one before was lost would lease the difference again."""
+        if self.seconds != DAY_S or not self.taken:
+            return None
+        if record is not None and (record.window != self.window or record.taken >= self.taken):
+            return None
+        return Record(self.window, self.taken, {} if record is None else record.leases)
+
     def drop_share(self) -> None:
         """Gives up what is left of an even share: others may have taken it since this router was last heard of."""
         if self.is_shared_out:
@@ -280,3 +289,13 @@ class WindowShare:
     def reset_s(self, now: float) -> float:
         """Returns the time until more becomes available."""
         return self.wait_s(now) if self.is_full else max(0.0, self.ends_at - now)
+
+
+def decoded(decoder: "msgspec.msgpack.Decoder[Any]", value: bytes | None) -> Any:
+    """Decodes a record; one that can't be read counts as none, and is replaced."""
+    if value is None:
+        return None
+    try:
+        return decoder.decode(value)
+    except (msgspec.MsgspecError, ValueError):
+        return None

@@ -113,6 +113,28 @@ def test_whatever_happens_a_day_s_limit_is_exceeded_by_a_request_each_and_that_o
         assert all(not router.process.faults for router in made.routers)
 
 
+def test_a_router_that_stood_still_when_the_bucket_was_lost_leases_nothing_that_others_have_leased() -> None:
+    with world(3) as virtual:
+        made = QuotaWorld(virtual, 2, TenantLimits(), None, KeyLimits(tokens_per_day=12_000))
+        first, second = made.routers
+        virtual.run(25.0)
+        for router in (first, second):
+            router.ask(100)
+        virtual.run(5.0)
+        second.process.is_paused = True
+        for _ in range(60):
+            first.ask(LARGEST)
+            virtual.run(0.5)
+        assert made.num_refused
+        made.broker.lose()
+        virtual.run(40.0)
+        second.process.is_paused = False
+        for _ in range(60):
+            second.ask(LARGEST)
+            virtual.run(0.5)
+        assert sum(made.tokens.values()) <= 12_000 + 2 * LARGEST
+
+
 @pytest.mark.parametrize("has_bucket", [True, False])
 def test_a_changed_limit_counts_at_once_and_not_from_the_next_day_on(has_bucket: bool) -> None:
     share, record, used = WindowShare(100, DAY_S), None, []
@@ -376,24 +398,3 @@ def test_tenants_that_ask_for_more_than_they_may_get_shares_by_their_limits_and_
             assert counts[tenant] / sum(counts.values()) == pytest.approx(weight / 15, rel=0.1)
             times = made.let_through[tenant]
             assert max(later - earlier for earlier, later in itertools.pairwise(times)) < 5.0
-
-
-def test_requests_wait_for_their_own_lease_while_others_want_leases_all_the_time() -> None:
-    with world(5) as virtual:
-        made = QuotaWorld(virtual, 1, TenantLimits(requests_per_minute=600))
-        virtual.run(25.0)
-        (router,) = made.routers
-
-        def keep_wanting() -> None:
-            for account in list(router.limits.windows):
-                if account.scope.startswith("=busy"):
-                    router.limits.wanted[account] = None
-
-        for number in range(4):
-            router.ask(1, f"busy{number}")
-        virtual.run(1.0)
-        for tick in range(50_000):
-            virtual.at(virtual.now + tick * 1e-4, keep_wanting)
-        virtual.at(virtual.now + 1.0, lambda: router.ask(1, "calm"))
-        virtual.run(2.0)
-        assert len(made.let_through["calm"]) == 1
