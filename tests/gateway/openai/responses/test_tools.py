@@ -3,6 +3,7 @@
 import json
 from typing import Any
 
+from tests.support.counted_names import CountedName
 from tokenbus.gateway.openai.responses.endpoints import ENDPOINT
 from tokenbus.gateway.openai.responses.tools import OfferedTools, ResponsesTool
 
@@ -101,22 +102,13 @@ def test_a_tool_without_a_proper_name_is_left_for_validation_to_refuse() -> None
 
 
 def test_many_allowed_tools_are_looked_up_and_not_compared_with_all_that_are_offered() -> None:
-    num_compared = 0
-
-    class Name(str):
+    class Name(CountedName):
         __slots__ = ()
-
-        def __eq__(self, other: object) -> bool:
-            nonlocal num_compared
-            num_compared += 1
-            return str(self) == other
-
-        __hash__ = str.__hash__
 
     tools = [WEATHER | {"name": Name(f"n{number}")} for number in range(100)]
     allowed = [{"name": f"n{number}"} for number in range(100)]
     assert len(offered(*tools, choice={"type": "allowed_tools", "tools": allowed}).functions) == 100
-    assert num_compared <= 4 * len(tools)
+    assert Name.num_compared <= 4 * len(tools)
 
 
 def test_tools_within_the_input_are_offered_with_the_others() -> None:
