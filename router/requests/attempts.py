@@ -318,9 +318,12 @@ class Attempts:
             except TimeoutError:  # perhaps the round trip is just slow
                 waited_s, timeout_s = timeout_s, min(2 * timeout_s, _MAX_TIMEOUT_S)
             else:
-                self._fleet.renew_lease(card, time.monotonic())
-                # a later epoch knows nothing of what this one has published; its card may still be in transit
-                is_current = reply.epoch in (None, card.epoch) and not self._fleet.is_lost(card)
+                # Another epoch's answer says nothing of this one: neither what it has published nor that it lives. A
+                # process that was started again answers while it loads, long before its card.
+                is_of_epoch = reply.epoch in (None, card.epoch)
+                if is_of_epoch:
+                    self._fleet.renew_lease(card, time.monotonic())
+                is_current = is_of_epoch and not self._fleet.is_lost(card)
                 if is_current and reply.ok:
                     if isinstance(reply, internal.TakeReply):
                         self._restore(flight, reply)

@@ -9,7 +9,7 @@ from nats.aio.msg import Msg
 from tests.router.builders import at, card, events, fleet_of, flight, known
 from tests.support.recording_bus import RecordingBus
 from tokenbus.protocol.bus.bus import Outgoing
-from tokenbus.protocol.wire import block_hash, codec, errors, internal, messages, subjects
+from tokenbus.protocol.wire import block_hash, codec, errors, internal, limits, messages, subjects
 from tokenbus.router.placement.placement import Placement, PlacementRequest
 from tokenbus.router.requests.attempts import Attempts, Revocation
 from tokenbus.router.requests.flights.flight import Flights
@@ -161,6 +161,30 @@ async def test_what_another_epoch_gives_up_is_not_believed() -> None:
     testbed._answers.append(answer)
     assert await testbed.revoke(takes=True) is Revocation.LOST
     assert testbed.tokens == [5, 6]
+
+
+@pytest.mark.parametrize("takes", [False, True])
+async def test_a_lost_worker_stays_lost_while_its_successor_loads_and_has_no_card(takes: bool) -> None:
+    reply = taken(4, 7, 8, epoch="101-a") if takes else internal.ControlReply(ok=True, epoch="101-a")
+    testbed = Testbed(reply)
+    assert testbed.fleet.expire_leases(limits.WORKER_LOST_AFTER_S)
+    assert await testbed.revoke(takes=takes) is Revocation.LOST
+    assert len(testbed.asked) == 1
+    assert testbed.tokens == [5, 6]
+
+
+async def test_an_answer_of_another_epoch_does_not_keep_a_silent_worker_alive() -> None:
+    """A successor that loads answers again and again, and the lease of the dead one must end in spite of it."""
+    testbed = Testbed()
+
+    def answer() -> codec.Message:
+        if len(testbed.asked) == 3:
+            testbed.fleet.expire_leases(limits.WORKER_LOST_AFTER_S)
+        return internal.ControlReply(ok=True, epoch="101-a")
+
+    testbed._answers += [answer] * 3
+    assert await testbed.revoke(takes=False) is Revocation.LOST
+    assert len(testbed.asked) == 3
 
 
 async def test_a_run_without_an_answer_is_dropped_even_if_its_worker_leaves() -> None:
