@@ -170,7 +170,7 @@ def _add_device_flags(parser: Parser) -> None:
     flag("--max-paddings", _AUTO, "padding columns in a batch of an MHA graph; -1: 4,096")
     flag = parser.group("simulator", _ENGINE)
     flag("--sim-speedup", above(0), "how many times faster than its timing it runs")
-    flag("--sim-faults", TEXT, "faults that it plays, e.g. crash@200,slow@50=3000,hang@9,lose@20")
+    flag("--sim-faults", TEXT, "faults that it plays, e.g. crash@200,slow@50=3000,hang@9,lose@20,load@10000")
 
 
 def _choice(name: str) -> ArgumentType:

@@ -14,6 +14,7 @@ from tests.support.raw_client import PREFIX, Answer, RawClient, check_stream
 from tests.support.system import System
 from tokenbus.client.wire.resync_timer import MAX_SILENCE_S
 
+STEADY = Path("steps-of-50ms")
 LONG = {"prompt": "Once upon a time", "max_tokens": 600, "ignore_eos": True, "temperature": 0}
 
 
@@ -121,6 +122,29 @@ async def test_streams_of_the_only_worker_go_on_when_it_is_started_again(system:
         assert terminal["attempt"] == 2
         assert terminal["usage"]["completion_tokens"] == LONG["max_tokens"]
     assert len({answer.text for answer in (*answers, calm)}) <= 3  # near ties may fall otherwise in other batches
+
+
+async def test_streams_of_a_killed_worker_go_on_elsewhere_while_its_successor_of_the_same_name_loads(
+    system: System,
+) -> None:
+    simulated = ("--engine", "sim", "--sim-speedup", "5")
+    system.router("router")
+    for name in ("worker-a", "worker-b"):
+        system.worker(name, *simulated, model=STEADY)
+    bare = await system.connect()
+    await until_ready(bare, 2)
+    answers = await speaking(bare, 4)
+    killed = answers[0].messages[0]["worker_id"]
+    system.signal(killed, signal.SIGKILL)
+    await system.wait(killed)
+    system.worker(killed, *simulated, "--sim-faults", "load@600000", model=STEADY)
+    await system.until_logged(killed, "model_loading")
+    for answer in answers:
+        terminal = await answer.terminal(timeout_s=60)
+        assert terminal["finish_reason"] == "length", terminal
+        assert terminal["worker_id"] != killed
+        check_stream(answer)
+    assert answers[0].terminals[0]["attempt"] == 2
 
 
 async def test_streams_that_no_worker_continues_end_in_worker_lost_before_their_client_would_ask(

@@ -68,7 +68,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     sim_speedup: float = 1.0
     """The factor by which a simulator is faster than its timing."""
     sim_faults: str = ""
-    """The faults to simulate: `crash@200,slow@50=3000,hang@900,lose@20` (worker/engine/sim/runner.py)."""
+    """The faults to simulate: `crash@200,slow@50=3000,hang@900,lose@20,load@10000` (worker/engine/sim/runner.py)."""
     context_length: int = 0
     """The most tokens of one sequence; 0 chooses what the model was trained for, at most 262,144, as far as memory
     allows."""

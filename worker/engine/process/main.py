@@ -139,9 +139,9 @@ class ReplicaServer:
 
 
 def _sim_loader(on_exit: OnExit, planner: MemoryPlanner) -> Loader:
-    from tokenbus.worker.engine.sim.runner import SimRunner
+    from tokenbus.worker.engine.sim.runner import load
 
-    return Loader(lambda settings, _: SimRunner(settings))
+    return Loader(load)
 
 
 def _gguf_loader(on_exit: OnExit, planner: MemoryPlanner) -> Loader:

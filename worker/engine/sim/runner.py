@@ -7,6 +7,7 @@ import os
 import struct
 import threading
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as Listing
 from typing import NamedTuple
 
@@ -30,7 +31,7 @@ from tokenbus.worker.engine.scheduling.plan import Outcome, SampledToken, Schedu
 from tokenbus.worker.engine.scheduling.row_tiles import RowTiles
 from tokenbus.worker.files.device_memory import DeviceMemory
 
-_FAULT_KINDS = ("crash", "hang", "slow", "lose", "poison", "stain")
+_FAULT_KINDS = ("crash", "hang", "slow", "lose", "poison", "stain", "load")
 VOCAB_SIZE = 1_024
 """Small, because a process may have hundreds of replicas, each with its own list."""
 _END = 0
@@ -56,6 +57,9 @@ _DEFAULT_BLOCK_SIZE = 16
 _TOKEN_BYTES = 64
 """The size of a token in a copy."""
 _MAX_HOST_BLOCKS = 65_536
+_MAX_LOAD_MS = 3_600_000
+_LOAD_TICK_S = 0.1
+"""The progress of a load is reported this often."""
 
 
 class Faults(msgspec.Struct, frozen=True):
@@ -74,6 +78,8 @@ class Faults(msgspec.Struct, frozen=True):
     """The id of a token after which its sequence's numbers are not finite."""
     stain: int = 0
     """The id of a token after which no sequence's numbers are finite any more."""
+    load: int = 0
+    """The milliseconds that loading the model takes."""
 
 
 def parse_faults(text: str) -> Faults:
@@ -84,10 +90,12 @@ def parse_faults(text: str) -> Faults:
         count, _, length = when.partition("=")
         if kind not in _FAULT_KINDS or not count.isdecimal() or not int(count) or bool(length) != (kind == "slow"):
             raise ValueError(
-                f"{one!r} is no fault: use crash@TOKENS, hang@TOKENS, slow@TOKENS=MS, lose@EVENTS, poison@TOKEN_ID or "
-                "stain@TOKEN_ID"
+                f"{one!r} is no fault: use crash@TOKENS, hang@TOKENS, slow@TOKENS=MS, lose@EVENTS, poison@TOKEN_ID, "
+                "stain@TOKEN_ID or load@MS"
             )
         found = msgspec.structs.replace(found, **{kind: int(count)})
+        if found.load > _MAX_LOAD_MS:
+            raise ValueError(f"a model takes at most {_MAX_LOAD_MS:,} ms to load, got {found.load:,}")
         if kind == "slow":
             found = msgspec.structs.replace(found, slow_ms=_milliseconds(length))
     return found
@@ -165,6 +173,17 @@ PRESETS = {
 Q8_0 on 2 threads of an x86-64 server, as measured in bench/README.md. `steps-of-50ms` depends on nothing."""
 
 
+def load(settings: EngineSettings, progress: Callable[[float], None]) -> "SimRunner":
+    """Takes as long as the settings' faults say to load a model, and reports the fraction. Raises ModelError."""
+    runner = SimRunner(settings)
+    load_s = runner.load_s
+    until = time.monotonic() + load_s
+    while (remaining_s := until - time.monotonic()) > 0:
+        progress(1 - remaining_s / load_s)
+        time.sleep(min(_LOAD_TICK_S, remaining_s))
+    return runner
+
+
 def plan_ms(plan: StepPlan, timing: TimingModel, capacity_tokens: int) -> float:
     """Returns the milliseconds that a step takes on a device with `capacity_tokens` of KV memory."""
     prompt_tokens = decodes = used = 0
@@ -212,6 +231,11 @@ class SimRunner:
         self.copies = _make_store(self.config)
         self.num_lanes = self.config.max_num_seqs + self.config.total_kv_blocks
         self.row_tiles: RowTiles | None = None
+
+    @property
+    def load_s(self) -> float:
+        """The seconds that its model takes to load."""
+        return self._faults.load / 1e3
 
     def __repr__(self) -> str:
         return f"<SimRunner {self.config.source}, {len(self._samplings)} sequences>"

@@ -72,11 +72,11 @@ def test_settings_that_it_can_not_meet_are_refused(changes: dict[str, object], s
 
 def test_a_script_of_faults_is_read_as_it_is_written() -> None:
     assert parse_faults("") == Faults()
-    assert parse_faults("crash@200,slow@50=3000,hang@9,lose@20") == Faults(200, 9, 50, 3000.0, 20)
+    assert parse_faults("crash@200,slow@50=3000,hang@9,lose@20,load@900") == Faults(200, 9, 50, 3000.0, 20, load=900)
 
 
 @pytest.mark.parametrize(
-    "text", ["crash", "crash@0", "crash@x", "crash@5=1", "slow@5", "slow@5=0", "slow@5=x", "burn@5"]
+    "text", ["crash", "crash@0", "crash@x", "crash@5=1", "slow@5", "slow@5=0", "slow@5=x", "burn@5", "load@3600001"]
 )
 def test_a_fault_that_there_is_not_is_refused_with_those_that_there_are(text: str) -> None:
     with pytest.raises(ModelError, match="--sim-faults: "):
