@@ -323,6 +323,8 @@ class Attempts:
                 is_of_epoch = reply.epoch in (None, card.epoch)
                 if is_of_epoch:
                     self._fleet.renew_lease(card, time.monotonic())
+                else:  # nobody else should have to find out
+                    self._fleet.mark_no_responders(card)
                 is_current = is_of_epoch and not self._fleet.is_lost(card)
                 if is_current and reply.ok:
                     if isinstance(reply, internal.TakeReply):

@@ -37,10 +37,12 @@ class Fleet:
         *,
         num_gateways: int = 0,
         loses_events: bool = False,
+        load_s: float = 0.0,
         pythons: Mapping[str, Path] | None = None,
     ) -> None:
-        """With `loses_events`, some entries of the simulated workers' event logs are lost. `pythons` are of other
-        versions' environments, by group: `worker`, `router` and `gateway`."""
+        """With `loses_events`, some entries of the simulated workers' event logs are lost. A simulated worker that is
+        started again takes `load_s` to load its model, as real ones do. `pythons` are of other versions' environments,
+        by group: `worker`, `router` and `gateway`."""
         self._system = system
         self._pythons = dict(pythons or {})
         self._num_named: Counter[str] = Counter()
@@ -50,9 +52,13 @@ class Fleet:
         self.gateways = [self._new_name("gateway") for _ in range(num_gateways)]
         self._flags = ["--grace-s", "0", "--max-num-seqs", str(NUM_LANES), "--kv-tokens", str(kv_tokens)]
         self._model = demo.MODEL_PATH
+        self._faults: list[str] = []
+        self._slow_load: list[str] = []
+        """The fault of a worker that is started again."""
         if engine == "sim":
             self._flags += ["--engine", "sim", "--sim-speedup", f"{50 / step_ms:g}"]
-            self._flags += ["--sim-faults", "lose@200"] if loses_events else []
+            self._faults = ["lose@200"] if loses_events else []
+            self._slow_load = [f"load@{1e3 * load_s:.0f}"] if load_s else []
             self._model = Path("steps-of-50ms")
 
     def __repr__(self) -> str:
@@ -142,12 +148,12 @@ class Fleet:
         if status:
             raise ChildProcessError(f"{name} stopped with status {status}")
         if not is_beside:
-            self._start(name)
+            self._start(name, is_again=True)
             await self._until_serving(name)
 
     def _restart(self, name: str) -> None:
         self._system.kill(name)
-        self._start(name)
+        self._start(name, is_again=True)
 
     def _new_name(self, group: str) -> str:
         self._num_named[group] += 1
@@ -155,7 +161,7 @@ class Fleet:
         self._all_workers += [name] if group == "worker" else []
         return name
 
-    def _start(self, name: str) -> None:
+    def _start(self, name: str, *, is_again: bool = False) -> None:
         group = name.partition("-")[0]
         python = self._pythons.get(group)
         if group == "router":
@@ -163,7 +169,9 @@ class Fleet:
         elif group == "gateway":
             self._system.gateway(name, python=python)
         else:
-            self._system.worker(name, *self._flags, model=self._model, python=python)
+            faults = self._faults + (self._slow_load if is_again else [])
+            flags = [*self._flags, "--sim-faults", ",".join(faults)] if faults else self._flags
+            self._system.worker(name, *flags, model=self._model, python=python)
 
     def _group(self, kind: str) -> list[str]:
         return {"worker": self.workers, "router": self.routers, "gateway": self.gateways}[kind]

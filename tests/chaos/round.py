@@ -51,6 +51,8 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     """Time of a token with the simulated engine; the demo model runs as fast as the machine can."""
     loses_events: bool = False
     """Whether some entries of the simulated workers' event logs are lost."""
+    load_s: float = 0.0
+    """Time that a simulated worker which is started again takes to load its model."""
     cancels: float = 0.0
     """The share of the library's streams that are cancelled before their end."""
     num_gateways: int = 0
@@ -65,6 +67,7 @@ def setup_of(kind: str, seed: int) -> Setup:
         num_workers=3 if engine == "sim" else 2,
         num_tokens=plans.KINDS[kind].num_tokens,
         loses_events=is_mixed,
+        load_s=10.0,
         cancels=0.1 if is_mixed else 0.0,
     )
 
@@ -158,6 +161,7 @@ async def started(setup: Setup, folder: Path, pythons: Mapping[str, Path] | None
             kv_tokens,
             num_gateways=setup.num_gateways,
             loses_events=setup.loses_events,
+            load_s=setup.load_s,
             pythons=pythons,
         )
         await fleet.start()

@@ -170,6 +170,10 @@ class SimplyAsked:
         self.patience_s = patience_s
         self.text = ""
         self.heard_at = time.monotonic()
+        self.read_at: float | None = None
+        """When text or the end came last."""
+        self.longest_pause_s = 0.0
+        """The longest time between two texts, or a text and the end."""
         self.ended = False
         self.terminal: messages.Chunk | None = None
         """The terminal; None if it has not come, or if the client gave up waiting for it."""
@@ -239,6 +243,10 @@ class SimpleClient(Listener):
             return
         fields = json.loads(message.data)
         one.text += fields["text"]
+        if fields["text"] or fields["finish_reason"] is not None:
+            if one.read_at is not None:
+                one.longest_pause_s = max(one.longest_pause_s, one.heard_at - one.read_at)
+            one.read_at = one.heard_at
         if fields["finish_reason"] is not None:
             one.ended = True
             one.terminal = _chunks.decode(message.data, codec.Encoding.JSON)

@@ -14,7 +14,7 @@ from tokenbus.router.serve import Router
 from tokenbus.router.settings import RouterSettings
 from tokenbus.worker.broker.fence import FENCE_S
 from tokenbus.worker.broker.lifeline import Lifeline
-from tokenbus.worker.replica.frontend import Frontend
+from tokenbus.worker.replica.frontend import Frontend, ReplacedError
 from tokenbus.worker.replica.replica import leave
 from tokenbus.worker.settings.settings import FrontendSettings
 from tokenbus.worker.telemetry.metrics import ReplicaMetrics, WorkerMetrics
@@ -30,7 +30,7 @@ _GRACE_S = 1.0
 
 
 class SimReplica:
-    """One worker of a process. Its engine can die and is then restarted."""
+    """One worker of a process. Its first engine takes `load_s` to start; it can die and is then restarted."""
 
     def __init__(
         self,
@@ -41,10 +41,12 @@ class SimReplica:
         restart_s: float,
         max_num_seqs: int,
         token_s: float,
+        load_s: float | None,
     ) -> None:
         self.process = process
         self.name = name
         self._restart_s = restart_s
+        self._load_s = load_s
         self._shape = (max_num_seqs, token_s)
         metrics = ReplicaMetrics(WorkerMetrics(), MODEL, name)
         self.frontend = Frontend(line, subjects.Subjects(), MODEL, name, settings, metrics, NoopTracer())
@@ -52,7 +54,10 @@ class SimReplica:
 
     async def open(self) -> None:
         await self.frontend.open()
-        self._start_engine()
+        if self._load_s == 0:
+            self._start_engine()
+        elif self._load_s is not None:
+            self.process.loop.call_later(self._load_s, self._start_engine)
 
     def _start_engine(self) -> None:
         self.engine = TimedEngine(*self._shape)
@@ -97,20 +102,30 @@ class FrontendProcess:
         max_new_tokens: int = FrontendSettings.max_new_tokens,
         beside: Sequence[str] = (),
         site: str = "",
+        load_s: float | None = 0.0,
     ) -> None:
-        """`beside` names more workers of the process; `site` is where it says that it runs."""
+        """`beside` names more workers of the process; `site` is where it says that it runs; `load_s` is how long each
+        model takes to load, None if it never has loaded."""
         settings = FrontendSettings(debug=True, max_new_tokens=max_new_tokens, site=site)
         self.name = name
         self.process = world.process(name)
         self.bus = SimBus(self.process, broker)
         self.incoming = SimBus(self.process, broker)
         self.replicas: list[SimReplica] = []
-        self._shape = (settings, restart_s, max_num_seqs, token_s)
+        self._shape = (settings, restart_s, max_num_seqs, token_s, load_s)
         self._line = Lifeline(self.bus, self.incoming, subjects.Subjects(), name)
         for one in (name, *beside):
             self.add(one)
         self._on_reconnect = self.bus.on_reconnect
         self.life = self.process.spawn(self._line.run())
+        self.process.spawn(self._end_if_replaced())
+
+    async def _end_if_replaced(self) -> None:
+        """Ends the process, as a real one does, if another one has started later under its name."""
+        try:
+            await self.frontend.wait_replaced()
+        except ReplacedError:
+            kill(self.process, self.bus, self.incoming)
 
     def add(self, name: str) -> SimReplica:
         """Starts another worker in the process."""

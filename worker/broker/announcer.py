@@ -129,6 +129,11 @@ class Announcer:
         )
 
     @property
+    def has_card(self) -> bool:
+        """Whether there is something to announce; before that, no router knows of this worker."""
+        return self._config is not None
+
+    @property
     def _config(self) -> contract.EngineConfig | None:
         """The configuration to show in the card; None before there is one."""
         return self.last_served.config if self.last_served is not None else self.listing

@@ -229,6 +229,9 @@ class Endpoints:
             self._reply(message, messages.UploadReply(error=error.error))
 
     def _run(self, message: Msg, run: internal.Run) -> None:
+        if not self._announcer.has_card and run.epoch != self._announcer.epoch:
+            # meant for another process of this name, which may live and accept it: a refusal might overtake that
+            return
         self._worker.line.has_work()
         self._reply(message, self._streams.accept(run, message.headers))
 
