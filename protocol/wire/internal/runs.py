@@ -73,7 +73,8 @@ class Run(public.Message, frozen=True, kw_only=True, omit_defaults=True):
     attempt: Annotated[int, COUNT]
     """Raised by one at every dispatch of the request."""
     epoch: str
-    """The epoch of the worker for which the run is meant; in any other epoch the worker refuses it."""
+    """The epoch of the worker for which the run is meant; in any other epoch the worker refuses it, or leaves it
+    unanswered while it has no card."""
     router_id: str
     """The router that sends it."""
     router_network: str = ""
