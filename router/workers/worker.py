@@ -244,7 +244,8 @@ class Worker:
 
     def supersede(self, successor: messages.Card, now: float) -> None:
         """Records that a later incarnation has announced itself."""
-        self.settled_at = now + _RESTART_SETTLE_S
+        # a successor never makes its predecessor's streams wait longer than the silence alone would have done
+        self.settled_at = min(now + _RESTART_SETTLE_S, self.last_seen_at + limits.WORKER_LOST_AFTER_S)
         for ended in (successor.previous, *successor.earlier):  # the cards of intermediate epochs may have been lost
             if ended is not None and ended.epoch == self.card.epoch:
                 self.log.end_seq, self.settled_at = ended.seq, now + SETTLE_S
