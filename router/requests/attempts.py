@@ -323,7 +323,7 @@ class Attempts:
                 is_of_epoch = reply.epoch in (None, card.epoch)
                 if is_of_epoch:
                     self._fleet.renew_lease(card, time.monotonic())
-                else:  # nobody else should have to find out
+                else:  # other requests are not sent to the dead worker
                     self._fleet.mark_no_responders(card)
                 is_current = is_of_epoch and not self._fleet.is_lost(card)
                 if is_current and reply.ok:
