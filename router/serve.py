@@ -175,7 +175,15 @@ class Router:
         )
         recovery = Recovery(self.fleet, self.flights, attempts, self._lifecycle, self.metrics, router_id)
         self._watch = FleetWatch(
-            bus, names, self.fleet, recovery, self._lifecycle, self.metrics, self._part, self._named
+            bus,
+            names,
+            self.fleet,
+            recovery,
+            self._lifecycle,
+            self.metrics,
+            self._part,
+            self._named,
+            lambda: self.flights.owners() | attempts.unanswered(),
         )
 
     def __repr__(self) -> str:

@@ -10,6 +10,7 @@ import hashlib
 import hmac
 import secrets
 import time
+from collections.abc import Callable
 from typing import Protocol
 
 import structlog
@@ -25,6 +26,7 @@ from tokenbus.router.fleet.model_part import ModelPart
 from tokenbus.router.requests.lifecycle import RequestLifecycle
 from tokenbus.router.requests.recovery import Recovery
 from tokenbus.router.telemetry.metrics import RouterMetrics
+from tokenbus.router.witness import BrokerWitness
 from tokenbus.router.workers.worker import Worker
 
 _cards = codec.Decoder(messages.Card)
@@ -63,7 +65,9 @@ class FleetWatch:
         metrics: RouterMetrics,
         part: ModelPart,
         on_name: OnName,
+        busy: Callable[[], set[subjects.WorkerAddress]],
     ) -> None:
+        """`busy` returns the workers that have requests of this router."""
         self._part = part
         self._on_name = on_name
         self._bus = bus
@@ -73,6 +77,7 @@ class FleetWatch:
         self._lifecycle = lifecycle
         self._metrics = metrics
         self._inbox = bus.new_inbox()
+        self._witness = BrokerWitness(bus, names, fleet, busy, self._give_up)
         self._secret = secrets.token_bytes(16)
         self._discovered_at = 0.0
         self._refused_beats: TTLCache[bool] = TTLCache(_REFUSED_TTL_S, _MAX_REFUSED)
@@ -85,6 +90,7 @@ class FleetWatch:
     async def open(self) -> None:
         """Subscribes, asks every worker for its card, and returns once they have had time to answer. Their snapshots
         are asked for before the router takes anything: until one has come, no stream could outlive its worker."""
+        await self._witness.open()
         await self._bus.subscribe(self._names.all_cards, self._on_card)
         self._bus.on_permissions_violation = self._on_permissions_violation
         if self._part.is_whole:
@@ -114,6 +120,7 @@ class FleetWatch:
                 await asyncio.sleep(_TICK_S)
                 self._tick(time.monotonic())
         finally:
+            self._witness.close()
             if self._confirming is not None:
                 self._confirming.cancel()
 
@@ -138,6 +145,8 @@ class FleetWatch:
         hears_broker = self._bus.is_connected and now - self._bus.last_received_at < _BROKER_SILENT_S
         if now < self._ignore_silence_until or not hears_broker:
             self._fleet.renew_all_leases(now)
+        else:
+            self._witness.tick(now)
         self._fleet.sweep(now)
         if self._confirming is None and self._fleet.has_expired_leases(now):
             self._confirming = tasks.background("confirm lost workers", self._confirm_lost(now))
@@ -161,9 +170,22 @@ class FleetWatch:
         finally:
             self._confirming = None
         for lost in self._fleet.expire_leases(now):
-            self._metrics.lost_workers.labels(lost.card.model).inc()
-            self._log.error("worker_lost", worker_id=lost.card.worker_id)
+            self._note_lost(lost, "silent")
             self._recovery.recover(lost, is_certain=False)
+
+    def _give_up(self, gone: Worker) -> None:
+        """Gives up a worker whose process is gone, after everything that it has sent was read."""
+        self._note_lost(gone, "disconnected")
+        self._fleet.end_lease(gone)
+        self._recovery.recover(gone, is_certain=True)
+        self._fleet.remove(gone.card)
+
+    def _note_lost(self, worker: Worker, reason: str) -> None:
+        card, silent_s = worker.card, time.monotonic() - worker.last_seen_at
+        self._metrics.lost_workers.labels(card.model, reason).inc()
+        self._log.error(
+            "worker_lost", worker_id=card.worker_id, model=card.model, reason=reason, silent_s=round(silent_s, 2)
+        )
 
     def _on_card(self, message: Msg) -> None:
         try:
@@ -246,9 +268,13 @@ class FleetWatch:
             self._discover()
 
     def _on_permissions_violation(self, words: str) -> None:
-        """Says that the broker's permissions forbid to hear beats, without which idle workers soon count as lost."""
+        """Says what the broker's permissions forbid: to hear beats, without which idle workers soon count as lost, or
+        to tell workers that they were given up, without which they are given up later."""
         if f"{self._names.prefix}.beat.".lower() in words.lower():
             self._log.error("beats_not_permitted", subject=self._names.all_beats)
+        if f"{self._names.prefix}.router.given_up:".lower() in words.lower():
+            self._witness.forbid()
+            self._log.error("given_up_not_permitted", subject=f"{self._names.prefix}.router.>")
 
     def _on_seal(self, message: Msg) -> None:
         try:

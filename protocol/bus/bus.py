@@ -10,10 +10,12 @@
    bounded.
 6. `guard` is called before anything is written to the broker. If it returns False, everything queued is discarded and
    the connection is cut and reopened: what was queued never reaches the broker.
+7. After a reconnect the subscriptions are in force before anything else is written. With `before_resume`, everything
+   else waits for that, and the connection counts as down meanwhile.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
 import msgspec
@@ -91,6 +93,11 @@ class Bus(Protocol):
         ...
 
     @property
+    def broker_id(self) -> str:
+        """The id of the broker that the connection is made to; a broker has another one after each start."""
+        ...
+
+    @property
     def num_writes(self) -> int:
         """The number of times the queue was handed to the operating system. Messages queued since the last time have
         not left this process."""
@@ -142,8 +149,15 @@ class OwnedBus(Bus, Protocol):
     guard: Callable[[], bool]
     """Returns whether everything published so far may still be sent."""
 
+    before_resume: Callable[[], Awaitable[None]] | None
+    """Awaited after a reconnect, before anything that is queued is written. It may abort the connection."""
+
     def ping(self) -> None:
         """Sends a ping after everything published before; nothing is sent while the broker is unreachable."""
+        ...
+
+    def ask(self, subject: str, reply: str) -> None:
+        """Publishes an empty message at once, even while `before_resume` is awaited."""
         ...
 
     async def wait_closed(self) -> None:

@@ -41,6 +41,10 @@ class BusShare:
         return self._bus.network
 
     @property
+    def broker_id(self) -> str:
+        return self._bus.broker_id
+
+    @property
     def max_payload(self) -> int:
         return self._bus.max_payload
 

@@ -11,7 +11,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, cast
 
@@ -20,7 +20,7 @@ from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 from nats.js import JetStreamContext
 
-from tokenbus.protocol import late_logger
+from tokenbus.protocol import late_logger, tasks
 from tokenbus.protocol.bus import bus
 from tokenbus.protocol.bus.bus import BadSubjectError, OutboundBufferLimitError, PayloadTooLargeError
 from tokenbus.protocol.bus.handshake import BrokerRefusedError
@@ -85,6 +85,8 @@ class Connection:
         self.on_permissions_violation: Callable[[str], None] = lambda words: None
         self.on_reconnect: Callable[[], None] = lambda: None
         self.guard: Callable[[], bool] = lambda: True
+        self._before_resume: Callable[[], Awaitable[None]] | None = None
+        self._resuming: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
         return f"<Connection {self._settings.redacted_url} {'up' if self.is_connected else 'down'}>"
@@ -95,7 +97,15 @@ class Connection:
 
     @property
     def is_connected(self) -> bool:
-        return self._client.is_connected
+        return self._client.is_connected and not self._client.is_held
+
+    @property
+    def before_resume(self) -> Callable[[], Awaitable[None]] | None:
+        return self._before_resume
+
+    @before_resume.setter
+    def before_resume(self, before_resume: Callable[[], Awaitable[None]] | None) -> None:
+        self._before_resume, self._client.holds_back = before_resume, before_resume is not None
 
     @property
     def last_received_at(self) -> float:
@@ -108,6 +118,10 @@ class Connection:
     @property
     def network(self) -> str:
         return self._client.network
+
+    @property
+    def broker_id(self) -> str:
+        return self._client.broker_id
 
     @property
     def num_writes(self) -> int:
@@ -152,8 +166,12 @@ class Connection:
         client._error_cb = self._error  # from now on errors are only reported
 
     def ping(self) -> None:
-        if self._client.is_connected:
+        if self.is_connected:
             self._client.ping()
+
+    def ask(self, subject: str, reply: str) -> None:
+        if self._client.is_connected:
+            self._client.enqueue_unheld(self._to_command(subject, b"", reply, None))
 
     def publish(self, subject: str, payload: bytes, reply: str = "", headers: dict[str, str] | None = None) -> None:
         self._require_room()
@@ -177,7 +195,7 @@ class Connection:
     def _require_room(self) -> None:
         if self._client.is_closed:
             raise ConnectionError("the connection to the broker is closed")
-        waiting_bytes = self._client.pending_data_size
+        waiting_bytes = self._client.waiting_bytes
         if waiting_bytes > self._settings.max_pending_bytes:
             raise OutboundBufferLimitError(f"{waiting_bytes} bytes are waiting for the broker")
 
@@ -217,7 +235,7 @@ class Connection:
         self._client.callbacks.pop(subscription._id, None)
 
     async def flush(self, timeout_s: float = 5.0) -> None:
-        if not self._client.is_connected:  # nats-py's flush would return at once
+        if not self.is_connected:  # nats-py's flush would return at once
             raise ConnectionError("the broker can't be reached")
         if self._client.is_stalled:
             raise ConnectionError("the connection has stopped reading or writing")
@@ -245,6 +263,8 @@ class Connection:
 
     async def close(self) -> None:
         self.is_closing = True
+        if self._resuming is not None:
+            self._resuming.cancel()
         if self._client.is_connected:
             with contextlib.suppress(TimeoutError, ConnectionError):
                 await self.flush(timeout_s=2.0)
@@ -264,10 +284,26 @@ class Connection:
 
     async def _disconnected(self) -> None:
         self.reconnected_at = math.inf
+        if self._resuming is not None:
+            self._resuming.cancel()
         if not self.is_closing:
             self._log.warning("nats_disconnected")
 
     async def _reconnected(self) -> None:
+        if self._before_resume is None:
+            self._resumed()
+            return
+        if self._resuming is not None:
+            self._resuming.cancel()
+        self._resuming = tasks.background("resume", self._resume(self._before_resume))
+
+    async def _resume(self, before_resume: Callable[[], Awaitable[None]]) -> None:
+        await before_resume()
+        if self._client.is_held:
+            self._client.release()
+            self._resumed()
+
+    def _resumed(self) -> None:
         self.reconnected_at, self._last_error = time.monotonic(), ""
         self._log.info("nats_reconnected")
         self._call(self.on_reconnect, "reconnect")

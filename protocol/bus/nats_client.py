@@ -7,6 +7,8 @@ Versions and measurements: docs/decisions/0004-nats-connection.md. handshake.py 
 - nats-py's inboxes can be guessed from earlier ones: here they are random, so that only the recipient can answer.
 - nats-py's `publish` is a coroutine: here it is a plain call, and one turn of the event loop is one write.
 - nats-py has no way to cut a connection at once: here `abort` does, and `may_write` is called before every write.
+- nats-py writes what was queued as soon as a new connection is made: here it is held back until `release`, because a
+  worker must first ask whether its epoch is still in force.
 - nats-py writes at once after its process has stood still. If the broker has closed the connection by then, that makes
   the kernel discard what is unread: here everything is read first.
 - nats-py may retry the server that it has just lost, and never forgets one that has left the cluster.
@@ -101,6 +103,21 @@ class HardenedClient(handshake.HandshakeClient):
         self.on_reconnect_failed: Callable[[Exception], None] = lambda error: None
         """Called when the client has stopped trying to reconnect."""
         self._moving: asyncio.Task[None] | None = None
+        self._held: list[bytes] | None = None
+        """What waits for `release` after a reconnect; None while everything is written at once."""
+        self._held_size = 0
+        self.holds_back = False
+        """Whether what is queued is held back after a reconnect."""
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the connection was made again, but `release` has not been called yet."""
+        return self._held is not None
+
+    @property
+    def waiting_bytes(self) -> int:
+        """The bytes that are queued or held back."""
+        return self._pending_data_size + self._held_size
 
     @property
     def is_stalled(self) -> bool:
@@ -112,6 +129,11 @@ class HardenedClient(handshake.HandshakeClient):
         """The name of the server's cluster, or its own id."""
         return str(self._server_info.get("cluster") or self._server_info.get("server_id", ""))
 
+    @property
+    def broker_id(self) -> str:
+        """The server's id, which is another one after it has been started again."""
+        return str(self._server_info.get("server_id", ""))
+
     def ping(self) -> None:
         """Sends a PING after everything queued; its answer advances `confirmed_at`."""
         # nats-py resolves these futures in order, one for each PONG that arrives.
@@ -120,8 +142,27 @@ class HardenedClient(handshake.HandshakeClient):
 
     def enqueue(self, command: bytes) -> None:
         """Queues a command and wakes the flusher, which writes everything queued in this turn of the event loop."""
+        if self._held is not None:
+            self._held.append(command)
+            self._held_size += len(command)
+        else:
+            self.enqueue_unheld(command)
+
+    def enqueue_unheld(self, command: bytes) -> None:
+        """Queues a command that is written even before `release`."""
         self._pending.append(command)
         self._pending_data_size += len(command)
+        self._wake_flusher()
+
+    def release(self) -> None:
+        """Lets everything be written that has been held back since the reconnect. Safe to call again."""
+        if self._held is not None:
+            self._pending += self._held
+            self._pending_data_size += self._held_size
+            self._held, self._held_size = None, 0
+            self._wake_flusher()
+
+    def _wake_flusher(self) -> None:
         queue = self._flush_queue
         # One entry in the queue is enough: the flusher writes everything that is pending.
         if self.is_connected and queue is not None and queue.empty():
@@ -132,10 +173,12 @@ class HardenedClient(handshake.HandshakeClient):
         if not self.is_connected:
             self._pending.clear()
             self._pending_data_size = 0
+            self._held, self._held_size = None, 0
 
     def abort(self) -> None:
         """Cuts the connection, so that nothing more reaches the broker over it, and starts to reconnect."""
         self._pending, self._pending_data_size = [], 0
+        self._held, self._held_size = None, 0
         if not self.is_connected:
             return
         if isinstance(self._transport, TcpTransport) and self._transport._io_writer is not None:
@@ -187,8 +230,9 @@ class HardenedClient(handshake.HandshakeClient):
         await super()._process_connect_init()
         self.confirmed_at = began_at  # the handshake ends with a PING and its answer
         # A PING queued on the last connection would be answered on this one, and its answer taken for a later PING's.
-        self._pending = [command for command in self._pending if command is not _PING]
-        self._pending_data_size = sum(map(len, self._pending))
+        waiting = [command for command in (*(self._held or ()), *self._pending) if command is not _PING]
+        self._held, self._pending = (waiting, []) if self.holds_back else (None, waiting)
+        self._held_size, self._pending_data_size = sum(map(len, self._held or ())), sum(map(len, self._pending))
 
     async def _send_ping(self, future: asyncio.Future[Any] | None = None) -> None:
         self._pongs.append(future or asyncio.get_running_loop().create_future())

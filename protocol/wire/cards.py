@@ -238,6 +238,14 @@ class Card(Message, frozen=True, kw_only=True, omit_defaults=True):
     blocks only from those of theirs; absent where it was given none."""
     process: str = ""
     """Name of the process whose beats speak for it while it is idle; absent where only its own entries do."""
+    process_run: str = ""
+    """Name of this run of its process, which another start of the process does not have. While it is connected, the
+    process hears `worker.<model>.<worker>.alive.<process_run>` over the connection that it publishes on; absent where
+    it does not."""
+    broker: str = ""
+    """Id of the broker that it publishes over."""
+    network: str = ""
+    """The cluster of that broker, or the broker's own id if it is in none."""
     loadable: bool = False
     """The model is not loaded, or is being unloaded, and a `load` without a `model` loads it. Meanwhile its state is
     `draining`, and it takes no requests. Until first loaded, it has no features, and its numbers are estimates."""

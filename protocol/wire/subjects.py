@@ -293,6 +293,17 @@ class Subjects:
         """Returns the subject on which workers ask one particular router."""
         return f"{self.prefix}.router.{escape(router_id)}"
 
+    def alive(self, model: str, worker_id: str, process_run: str) -> str:
+        """Returns the subject that a worker's process hears over the connection that it publishes on: while it is
+        connected it has a subscriber, of whom the broker can tell."""
+        return self.worker(model, worker_id, f"alive.{process_run}")
+
+    def given_up(self, model: str, worker_id: str, epoch: str) -> str:
+        """Returns the subject that a router hears once it has given up an epoch of a worker."""
+        # a router id has no colon once it is escaped
+        names = (encode_name(model), encode_name(worker_id), escape(epoch))
+        return f"{self.prefix}.router.{':'.join(('given_up', *names))}"
+
     def router_beat(self, router_id: str) -> str:
         """Returns the subject on which a router makes itself known to the others."""
         return f"{self.prefix}.routers.{escape(router_id)}"

@@ -225,6 +225,11 @@ class Fleet:
             self._refresh(worker)
         return overdue
 
+    def end_lease(self, worker: Worker) -> None:
+        """Ends the lease of a worker whose process is known to be gone."""
+        worker.lease_expired = True
+        self._refresh(worker)
+
     def is_lost(self, card: messages.Card) -> bool:
         """Whether this incarnation is over, or its lease has expired."""
         worker = self._current(card)

@@ -97,6 +97,8 @@ class Attempts:
         self._fleet = fleet
         self._flights = flights
         self._router_id = router_id
+        self._unanswered: dict[Flight, subjects.WorkerAddress] = {}
+        """The workers whose answers are awaited."""
         self._repeating = asyncio.Semaphore(_MAX_REPEATING)
         self._log = structlog.get_logger()
 
@@ -143,13 +145,21 @@ class Attempts:
         Returns the error after which the request may be placed elsewhere; if it is `worker_lost`, the worker may have
         published text before. Raises RequestError(worker_lost) if the worker may hold the request and does not reply,
         and AlreadyStreamingError."""
-        if attempt.span is flight.span:
-            return await self._finish(flight, attempt)
-        with attempt.span as span:
-            refusal = await self._finish(flight, attempt)
-            if refusal is not None:
-                span.set_error(str(refusal.code))
-            return refusal
+        self._unanswered[flight] = attempt.placement.worker.card.address
+        try:
+            if attempt.span is flight.span:
+                return await self._finish(flight, attempt)
+            with attempt.span as span:
+                refusal = await self._finish(flight, attempt)
+                if refusal is not None:
+                    span.set_error(str(refusal.code))
+                return refusal
+        finally:
+            del self._unanswered[flight]
+
+    def unanswered(self) -> set[subjects.WorkerAddress]:
+        """Returns the workers that have not answered a run of this router yet."""
+        return set(self._unanswered.values())
 
     async def revoke(self, flight: Flight, worker: Worker, *, takes: bool = False) -> Revocation:
         """Makes a worker drop a request that it may hold. With `takes`, makes a leaving worker give

@@ -101,7 +101,12 @@ class RouterMetrics(MetricFamilies):
             ("model", "events"),
             models,
         )
-        self.lost_workers = Counter(f"{_P}_workers_lost", "Workers that fell silent.", ("model",), models)
+        self.lost_workers = Counter(
+            f"{_P}_workers_lost",
+            "Workers that were lost: their process is `disconnected`, as the broker says, or they were `silent`.",
+            ("model", "reason"),
+            models,
+        )
         self.index_blocks = Gauge(f"{_P}_index_blocks", "Blocks in the prefix index.", ("model",), models)
         self.index_bytes = Gauge(f"{_P}_index_bytes", "Estimated memory of the prefix index.", ("model",), models)
         self.continued = Counter(
@@ -184,12 +189,13 @@ class RouterMetrics(MetricFamilies):
                 self.fetch_tokens,
                 self.remote_prefills,
                 self.distant_placements,
-                self.lost_workers,
                 self.continued,
                 self.adopted,
                 self.queue_wait,
             ):
                 counted.labels(model)
+            for reason in ("silent", "disconnected"):
+                self.lost_workers.labels(model, reason)
             self.held.labels(model)
             self.queue_depth.labels(model)
             self.workers.labels(model, messages.WorkerState.READY)

@@ -6,7 +6,7 @@ import itertools
 import math
 import re
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from nats.aio.msg import Msg
 
@@ -15,7 +15,7 @@ from tests.sim.world import Process
 from tokenbus.protocol.bus import bus
 from tokenbus.protocol.wire import limits
 
-_RECONNECT_S = 0.2
+RECONNECT_S = 0.2
 _MAX_PENDING = 50_000
 _MAX_PAYLOAD = 1_048_576
 _is_subject = re.compile(r"[^\s.*>]+(\.[^\s.*>]+)*").fullmatch
@@ -39,6 +39,11 @@ class SimBus:
         self.on_permissions_violation: Callable[[str], None] = lambda words: None
         self.on_reconnect: Callable[[], None] = lambda: None
         self.guard: Callable[[], bool] = lambda: True
+        self.before_resume: Callable[[], Awaitable[None]] | None = None
+        self._held: list[Callable[[Link], None]] | None = None
+        """What waits until the connection may be used again after a reconnect."""
+        self.reconnect_s = RECONNECT_S
+        """Time until it tries to connect again."""
         self.num_reconnects = 0
         self.num_writes = 0
         """The number of writes so far. Everything published in one turn of the event loop is one write."""
@@ -59,8 +64,12 @@ class SimBus:
         return self._broker.name
 
     @property
+    def broker_id(self) -> str:
+        return self._broker.name
+
+    @property
     def is_connected(self) -> bool:
-        return self.link is not None
+        return self.link is not None and self._held is None
 
     def publish(self, subject: str, payload: bytes, reply: str = "", headers: dict[str, str] | None = None) -> None:
         self.publish_all([bus.Outgoing(subject, payload, reply, headers)])
@@ -87,7 +96,7 @@ class SimBus:
     async def subscribe(self, subject: str, callback: bus.Callback, queue: str = "") -> Subscription:
         subscription = Subscription(subject, callback, queue)
         self._subscriptions.append(subscription)
-        self._put(lambda link: self._register(link, subscription))
+        self._put(lambda link: self._register(link, subscription), is_held=False)
         return subscription
 
     async def unsubscribe(self, subscription: bus.Subscription) -> None:
@@ -109,6 +118,11 @@ class SimBus:
         if self.is_connected:
             self._ping(None)
 
+    def ask(self, subject: str, reply: str) -> None:
+        if self.link is not None:
+            message = bus.Outgoing(subject, b"", reply)
+            self._put(lambda link: self._route(link, message), is_held=False)
+
     async def wait_closed(self) -> None:
         await asyncio.Event().wait()
 
@@ -117,6 +131,7 @@ class SimBus:
 
     def abort(self) -> None:
         self._pending.clear()
+        self._held = None
         if self.link is not None:
             self._broker.cut(self.link, lingers=self.process.world.rng.random() < 0.5)
 
@@ -138,7 +153,7 @@ class SimBus:
         if link is self.link:
             self.link = None
             self._pings.clear()
-            self.process.loop.call_later(_RECONNECT_S, self._try_again)
+            self.process.loop.call_later(self.reconnect_s, self._try_again)
 
     def cut(self, *, lingers: bool) -> None:
         """Breaks the connection, if there is one. With `lingers` the broker still gets what was written."""
@@ -162,19 +177,33 @@ class SimBus:
         if self.link is not None or self._is_closed:
             return
         if not self._broker.is_up or self._broker.is_paused:
-            self.process.loop.call_later(_RECONNECT_S, self._try_again)
+            self.process.loop.call_later(self.reconnect_s, self._try_again)
             return
         self._connect()
         self.num_reconnects += 1
-        self.on_reconnect()
+        if self.before_resume is None:
+            self.on_reconnect()
+        else:
+            assert self.link is not None
+            self.process.spawn(self._resume(self.link, self.before_resume))
+
+    async def _resume(self, link: Link, before_resume: Callable[[], Awaitable[None]]) -> None:
+        await before_resume()
+        if self.link is link and self._held is not None:
+            held, self._held = self._held, None
+            for action in held:
+                self._put(action)
+            self.on_reconnect()
 
     def _connect(self) -> None:
         self.link = Link(self._broker, self)
         self.confirmed_at = self.process.world.now
         self._broker.links.append(self.link)
-        kept, self._pending = [action for action in self._pending if action is not _pong], []
+        kept = [action for action in (*(self._held or ()), *self._pending) if action is not _pong]
+        self._held, self._pending = None, []
         for subscription in self._subscriptions:
             self._put(lambda link, one=subscription: self._register(link, one))  # type: ignore[misc]
+        self._held = None if self.before_resume is None else []
         for action in kept:
             self._put(action)
 
@@ -182,7 +211,10 @@ class SimBus:
         if subscription in self._subscriptions and subscription not in link.subscriptions:
             link.subscriptions.append(subscription)
 
-    def _put(self, action: Callable[[Link], None]) -> None:
+    def _put(self, action: Callable[[Link], None], *, is_held: bool = True) -> None:
+        if is_held and self._held is not None:
+            self._held.append(action)
+            return
         self._pending.append(action)
         if not self._flushing:
             self._flushing = True

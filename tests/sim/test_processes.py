@@ -148,7 +148,7 @@ class Fleet:
             workers = router.router.fleet.workers_of(MODEL)
             assert len(router.router.fleet.model(MODEL).eligible(self.world.now)) == 4, router.name
             assert not [worker for worker in workers if worker.log.num_lost or worker.log.is_behind]
-            assert router.router.metrics.lost_workers.labels(MODEL)._value.get() == 0
+            assert router.router.metrics.lost_workers.labels(MODEL, "silent")._value.get() == 0
 
 
 @pytest.fixture
@@ -231,4 +231,4 @@ def test_a_forged_beat_keeps_no_dead_worker_alive(fleet: Fleet) -> None:
     assert len(fleet.routers[0].router.fleet.model(MODEL).eligible(fleet.world.now)) == 2
     fleet.processes.append(FrontendProcess(fleet.world, fleet.broker, "b1", beside=["b2"]))
     fleet.world.run(3.0)
-    fleet.routers[0].router.metrics.lost_workers.labels(MODEL).reset()
+    fleet.routers[0].router.metrics.lost_workers.labels(MODEL, "silent").reset()

@@ -19,8 +19,10 @@ NUM_HISTORIES = int(os.environ.get("TOKENBUS_SUCCESSORS", "60"))
 NUM_QUICK = 5
 """`make test` plays this many, and `make test-long` the others."""
 SEEDS = [pytest.param(seed, marks=[pytest.mark.long] if seed >= NUM_QUICK else []) for seed in range(NUM_HISTORIES)]
-LONGEST_PAUSE_S = limits.WORKER_LOST_AFTER_S + 0.5
-"""What a plain client may have to wait for the next text."""
+LONGEST_PAUSE_S = 1.0
+"""What a plain client may have to wait for the next text once a worker was killed."""
+LONGEST_FROZEN_PAUSE_S = limits.WORKER_LOST_AFTER_S + 0.5
+"""The same for a worker that stands still: its connection stays open, so that only its silence tells."""
 _TOKEN_S = 0.1
 _BETWEEN_S = 6.0
 """Time between two deaths: more within 32 tokens of a request would be blamed on it."""
@@ -84,7 +86,8 @@ class Fleet:
         for heard in self.client.heard.values():
             heard.check()
         # the drop to a frozen worker may go unanswered until it times out
-        longest_s = LONGEST_PAUSE_S + (limits.ACCEPT_TIMEOUT_S if self.has_frozen else 0.0)
+        frozen_s = LONGEST_FROZEN_PAUSE_S + limits.ACCEPT_TIMEOUT_S
+        longest_s = frozen_s if self.has_frozen else LONGEST_PAUSE_S
         longest_s += 4 * self.broker.slowest_s + 2 * _TOKEN_S
         for asked in self.client.asked:
             asked.check()

@@ -12,7 +12,7 @@ class RecordingBus:
     def __init__(self, max_payload: int = 1_000_000) -> None:
         self.max_payload = max_payload
         self.num_writes = 0
-        self.network = "broker"
+        self.network = self.broker_id = "broker"
         self.confirmed_at = 0.0
         self.last_received_at = 0.0
         self.reconnected_at = -math.inf

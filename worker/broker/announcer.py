@@ -45,8 +45,9 @@ class Announcer:
         site: str = "",
         epoch: str | None = None,
         process: str = "",
+        process_run: str = "",
     ) -> None:
-        """`process` speaks for the worker while it is idle."""
+        """`process` speaks for the worker while it is idle, and hears that `process_run` is alive."""
         self._connection = connection
         self._names = names
         self._card_subject = names.card(model, worker_id)
@@ -57,6 +58,7 @@ class Announcer:
         self.worker_id = worker_id
         self._role = role
         self._process = process
+        self.process_run = process_run
         self._site = site
         self.epoch = new_epoch() if epoch is None else epoch
         self.state = ReplicaState.STARTING
@@ -288,6 +290,9 @@ class Announcer:
             embeddings=config.embeddings,
             role=self._role,
             process=self._process,
+            process_run=self.process_run,
+            broker=self._connection.broker_id,
+            network=self._connection.network,
             site=self._site,
             loadable=self.state.is_loadable,
             takes_passed_on=True,

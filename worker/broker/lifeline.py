@@ -16,10 +16,11 @@ from collections import defaultdict
 from typing import Protocol
 
 import structlog
+from nats.aio.msg import Msg
 
 from tokenbus.protocol import tasks
 from tokenbus.protocol.access.audit_log import AuditWriter
-from tokenbus.protocol.bus.bus import OutboundBufferLimitError, OwnedBus, lease_time
+from tokenbus.protocol.bus.bus import OutboundBufferLimitError, OwnedBus, is_no_responders, lease_time
 from tokenbus.protocol.wire import codec, internal, limits, subjects
 from tokenbus.worker.broker.announcer import Announcer, new_epoch
 from tokenbus.worker.broker.fence import Fence
@@ -30,6 +31,10 @@ _IDLE_TICK_S = 0.4
 """The same while all replicas are idle. Several pings are answered in the time that the fence allows."""
 _BEAT_S = 2 * _IDLE_TICK_S
 """Less than `limits.BEAT_S`, which is promised."""
+_RESUME_TIMEOUT_S = 0.5
+"""Time for the broker to say that no router has given this epoch up."""
+_SPREAD_S = 0.1
+"""Time in which the brokers of a cluster have told each other of a subscription, there and back."""
 
 
 class Member(Protocol):
@@ -75,6 +80,11 @@ class Lifeline:
         self.audit: AuditWriter | None = None
         """Writes what operators have the process do, if that is wanted."""
         self.epoch = new_epoch()
+        self.run_name = self.epoch
+        """Names this run of the process."""
+        self._unconfirmed: set[str] = set()
+        """After a reconnect, the `alive` subjects of the replicas that some router may have given up meanwhile."""
+        self._all_confirmed = asyncio.Event()
         self.is_muted = False
         """Whether nothing may be published: the old epoch is over and the new one has no connection yet."""
         self._is_given_up = False
@@ -90,6 +100,7 @@ class Lifeline:
         self._is_resting = False
         """Whether the next tick may come later."""
         bus.guard = self._may_publish
+        bus.before_resume = self._before_resume
         bus.on_reconnect = self._reconnected
         bus.on_permissions_violation = self._permissions_violated
 
@@ -134,6 +145,14 @@ class Lifeline:
             structlog.get_logger().error("self_fenced", worker_ids=self.worker_ids, streams=num_streams)
             self._fence_off()
         return not self.is_muted
+
+    def alive_heard(self, message: Msg) -> None:
+        """Takes what arrives on a replica's `alive` subject. Routers' questions there are answered by the broker alone;
+        its notice that nobody hears `given_up` belongs to a question of this process."""
+        if is_no_responders(message):
+            self._unconfirmed.discard(message.subject)
+            if not self._unconfirmed:
+                self._all_confirmed.set()
 
     def give_up(self) -> None:
         """Cuts the replicas off for good: they announce no other epoch."""
@@ -190,11 +209,22 @@ class Lifeline:
         self.num_beats += 1
 
     def _permissions_violated(self, words: str) -> None:
-        """Learns that the broker's permissions forbid beats: replicas then speak for themselves."""
-        if self._may_beat and f"{self._names.prefix}.beat.".lower() in words.lower():
+        """Learns what the broker's permissions forbid. Without beats, replicas speak for themselves; without `alive`,
+        routers can't learn from the broker that this process is gone; without `given_up`, an epoch ends with its
+        connection."""
+        words, log = words.lower(), structlog.get_logger()
+        if self._may_beat and f"{self._names.prefix}.beat.".lower() in words:
             self._may_beat = False
             self.has_work()
-            structlog.get_logger().error("beats_not_permitted", worker_ids=self.worker_ids)
+            log.error("beats_not_permitted", worker_ids=self.worker_ids)
+        if f".alive.{self.run_name}" in words:
+            for member in self._members:
+                if member.announcer.process_run:
+                    member.announcer.process_run = ""
+                    member.announcer.publish_card()
+            log.error("alive_not_permitted", worker_ids=self.worker_ids)
+        if f"{self._names.prefix}.router.given_up:".lower() in words:
+            log.error("given_up_not_permitted", worker_ids=self.worker_ids)
 
     def _may_publish(self) -> bool:
         """Guards every write. While muted, writes are safe: what the old epoch buffered went with its connection."""
@@ -208,6 +238,35 @@ class Lifeline:
             except Exception as error:  # outermost frame of a replica: the fence falls for the others in any case
                 self._failure = error
         self.bus.abort()
+
+    async def _before_resume(self) -> None:
+        """Ends the epoch if a router has given it up while this process was disconnected.
+
+        A router hears `given_up` before it asks for the last time whether anybody hears `alive`, and this process hears
+        `alive` again before it asks whether anybody hears `given_up`. So one of them learns of the other."""
+        if self.is_muted or self._failure is not None:
+            return  # a new epoch, or none
+        if self.bus.network != self.bus.broker_id:
+            await asyncio.sleep(_SPREAD_S)
+        announcers = [member.announcer for member in self._members]
+        asked = {self._alive(one): self._given_up(one) for one in announcers if one.has_card and one.process_run}
+        if not asked:
+            return
+        epoch, self._unconfirmed, self._all_confirmed = self.epoch, set(asked), asyncio.Event()
+        for alive, given_up in asked.items():
+            self.bus.ask(given_up, alive)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_RESUME_TIMEOUT_S):
+                await self._all_confirmed.wait()
+        if self._unconfirmed and self.epoch == epoch and not self.is_muted:
+            structlog.get_logger().error("epoch_given_up", worker_ids=self.worker_ids, epoch=epoch)
+            self._fence_off()
+
+    def _alive(self, announcer: Announcer) -> str:
+        return self._names.alive(announcer.model, announcer.worker_id, self.run_name)
+
+    def _given_up(self, announcer: Announcer) -> str:
+        return self._names.given_up(announcer.model, announcer.worker_id, announcer.epoch)
 
     def _reconnected(self) -> None:
         if self._failure is not None:

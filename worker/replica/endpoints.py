@@ -143,8 +143,9 @@ class Endpoints:
         """Subscribes to every subject, those that others serve of `own` included; from then on the worker can be
         reached.
 
-        Messages from others arrive over `incoming`. Only the broker's own notices arrive over the connection that
-        chunks leave on, so that its answers to the frontend's pings never queue behind client messages."""
+        Messages from others arrive over `incoming`. Only the broker's own notices, and what routers ask it about this
+        process, arrive over the connection that chunks leave on, so that its answers to the frontend's pings never
+        queue behind client messages."""
         self._sender = sender
         await self._receiver.open(incoming)
         model, worker_id = self._announcer.model, self._announcer.worker_id
@@ -158,6 +159,8 @@ class Endpoints:
         await incoming.subscribe(self._names.discover, lambda _: self._announcer.publish_card())
         await incoming.subscribe(self._names.card(model, worker_id), self._own_card)
         await self._connection.subscribe(self._names.worker(model, worker_id, "gone.*"), self._no_responders)
+        alive = self._names.alive(model, worker_id, self._announcer.process_run)
+        await self._connection.subscribe(alive, self._worker.line.alive_heard)
         with contextlib.suppress(TimeoutError, ConnectionError):  # reconnecting subscribes again
             await incoming.flush()  # the broker must know the subjects before a card names this worker
 

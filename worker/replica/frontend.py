@@ -64,7 +64,9 @@ class Frontend:
         self._line = line
         self.bus, self._incoming = bus, _ = BusShare(line.bus), BusShare(line.incoming)
         self._names = names
-        self.announcer = Announcer(bus, names, model, worker_id, settings.role, settings.site, line.epoch, line.process)
+        self.announcer = Announcer(
+            bus, names, model, worker_id, settings.role, settings.site, line.epoch, line.process, line.run_name
+        )
         telemetry = StreamTelemetry(metrics, tracer, model, worker_id)
         self._outbox = Outbox(bus, self.announcer, telemetry)
         self.adapters = Adapters(self.announcer.publish_card)

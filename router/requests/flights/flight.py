@@ -303,6 +303,10 @@ class Flights:
     def accepted_by(self, address: subjects.WorkerAddress) -> list[Flight]:
         return list(self._accepted.get(address, {}).values())
 
+    def owners(self) -> set[subjects.WorkerAddress]:
+        """Returns the workers that have accepted requests."""
+        return {address for address, flights in self._accepted.items() if flights}
+
     def unaccepted(self) -> list[Flight]:
         return list(self._unaccepted.values())
 
