@@ -226,12 +226,12 @@ class HardenedClient(handshake.HandshakeClient):
         await super().close()
 
     async def _process_connect_init(self) -> None:
-        began_at = bus.lease_time()
+        began_at, holds_back = bus.lease_time(), self.holds_back and self.is_reconnecting
         await super()._process_connect_init()
         self.confirmed_at = began_at  # the handshake ends with a PING and its answer
         # A PING queued on the last connection would be answered on this one, and its answer taken for a later PING's.
         waiting = [command for command in (*(self._held or ()), *self._pending) if command is not _PING]
-        self._held, self._pending = (waiting, []) if self.holds_back else (None, waiting)
+        self._held, self._pending = (waiting, []) if holds_back else (None, waiting)
         self._held_size, self._pending_data_size = sum(map(len, self._held or ())), sum(map(len, self._pending))
 
     async def _send_ping(self, future: asyncio.Future[Any] | None = None) -> None:

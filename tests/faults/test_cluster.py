@@ -69,3 +69,28 @@ async def test_streams_go_on_when_one_server_sends_its_clients_away_and_another_
     for client in clients:
         await client.close()
     await bare.close()
+
+
+async def test_a_router_at_another_server_learns_from_the_brokers_that_a_worker_is_gone(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    system = System(cluster["a"], tmp_path)
+    system.router("router", "--nats", cluster["b"].url)
+    for name in ("worker-1", "worker-2"):
+        system.worker(name, "--nats", cluster["a"].url, *SIMULATED, model="steps-of-50ms")
+    try:
+        bare = await RawClient.connect(cluster["c"].url)
+        await until_ready(bare, 2)
+        request = {"prompt": "Once upon a time", "max_tokens": NUM_TOKENS, "ignore_eos": True}
+        answers = [await bare.generate(request) for _ in range(4)]
+        await asyncio.gather(*(answer.until(3) for answer in answers))
+        system.kill("worker-1")
+        for answer in answers:
+            await answer.terminal()
+            check_stream(answer)
+            assert answer.num_tokens == NUM_TOKENS
+        (lost,) = system.logged("router", "worker_lost")
+        assert (lost["worker_id"], lost["reason"]) == ("worker-1", "disconnected")
+        await bare.close()
+    finally:
+        await system.stop()

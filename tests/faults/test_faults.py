@@ -132,7 +132,8 @@ async def test_streams_of_a_killed_worker_go_on_elsewhere_while_its_successor_of
     for name in ("worker-a", "worker-b"):
         system.worker(name, *simulated, model=STEADY)
     bare = await system.connect()
-    await until_ready(bare, 2)
+    for card in await until_ready(bare, 2):
+        assert card["epoch"] == card["process_run"], "a start needs no second epoch"
     answers = await speaking(bare, 4)
     killed = answers[0].messages[0]["worker_id"]
     system.signal(killed, signal.SIGKILL)
@@ -145,6 +146,8 @@ async def test_streams_of_a_killed_worker_go_on_elsewhere_while_its_successor_of
         assert terminal["worker_id"] != killed
         check_stream(answer)
     assert answers[0].terminals[0]["attempt"] == 2
+    (lost,) = system.logged("router", "worker_lost")
+    assert lost["reason"] == "disconnected", "the broker told the router"
 
 
 async def test_streams_that_no_worker_continues_end_in_worker_lost_before_their_client_would_ask(

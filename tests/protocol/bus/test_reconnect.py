@@ -14,7 +14,7 @@ from tests.protocol.bus.harness import PATIENCE_S, SUBJECT, Connect, Inbox, Serv
 from tokenbus.protocol.bus.bus import (
     OutboundBufferLimitError,
 )
-from tokenbus.protocol.bus.connection import BusSettings, connect
+from tokenbus.protocol.bus.connection import BusSettings, Connection, connect
 from tokenbus.protocol.bus.handshake import HandshakeClient
 
 # This process stands still
@@ -340,6 +340,75 @@ async def test_an_aborted_connection_forgets_what_waited_and_serves_its_subscrip
     await one.flush()
     other.publish(SUBJECT, b"hello")
     await inbox.until(1)
+
+
+async def test_what_waits_after_a_reconnect_is_written_only_once_the_owner_has_found_out_whether_it_may_be(
+    server: Server, connected: Connect
+) -> None:
+    one, other, inbox = await connected(), await connected(), Inbox()
+    await other.subscribe(SUBJECT, inbox)
+    told, asked, may, again = Inbox(), asyncio.Event(), asyncio.Event(), asyncio.Event()
+    await one.subscribe("told", told)
+
+    async def find_out() -> None:
+        one.ask("nobody.hears", "told")
+        asked.set()
+        await may.wait()
+
+    one.before_resume, one.on_reconnect = find_out, again.set
+    await outage(server, one)
+    one.publish(SUBJECT, b"waits")
+    await server.start()
+    async with asyncio.timeout(PATIENCE_S):
+        await asked.wait()
+        await told.until(1)  # the broker's answer: the subscription is in force, and the question was sent
+        while not other.is_connected:
+            await asyncio.sleep(0.01)
+        one.publish(SUBJECT, b"waits too")
+        assert not one.is_connected, "it counts as down until then"
+        one.ping()
+        await other.flush()
+        assert inbox.payloads == []
+        may.set()
+        await again.wait()
+    await inbox.until(2)
+    assert inbox.payloads == [b"waits", b"waits too"]
+    await works(one)
+
+
+async def test_a_first_connection_has_nothing_to_resume(server: Server) -> None:
+    async def find_out() -> None:
+        raise AssertionError("it was never down")
+
+    connection = Connection(BusSettings(server.running.url), "test")
+    connection.before_resume = find_out
+    await connection.open()
+    await works(connection)
+    await connection.close()
+
+
+async def test_an_owner_that_aborts_before_it_resumes_never_writes_what_waited(
+    server: Server, connected: Connect
+) -> None:
+    one, other, inbox = await connected(), await connected(), Inbox()
+    await other.subscribe(SUBJECT, inbox)
+    await other.flush()
+    again, verdicts = asyncio.Event(), ["abort"]
+
+    async def find_out() -> None:
+        if verdicts:
+            verdicts.pop()
+            one.publish(SUBJECT, b"stale")
+            one.abort()
+
+    one.before_resume, one.on_reconnect = find_out, again.set
+    one.abort()
+    async with asyncio.timeout(PATIENCE_S):
+        await again.wait()
+    one.publish(SUBJECT, b"fresh")
+    await inbox.until(1)
+    await other.flush()
+    assert inbox.payloads == [b"fresh"]
 
 
 async def test_a_connection_that_has_stopped_trying_to_reconnect_says_so(
