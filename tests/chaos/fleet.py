@@ -68,11 +68,12 @@ class Fleet:
         for name in self.routers + self.workers + self.gateways:
             self._start(name)
 
-    async def until_up(self, bare: RawClient) -> None:
-        """Waits until every process serves, and a router confirms it of the workers."""
-        for name in self.routers + self.workers + self.gateways:
+    async def until_up(self, bare: RawClient, num_ready: int | None = None) -> None:
+        """Waits until every process serves, and a router confirms it of the workers, or until `num_ready` workers do
+        while the others may be loading."""
+        for name in self.routers + self.gateways + (self.workers if num_ready is None else []):
             await self._until_serving(name)
-        await until_ready(bare, len(self.workers))
+        await until_ready(bare, len(self.workers) if num_ready is None else num_ready, timeout_s=120.0)
 
     def accepted_ids(self) -> set[str]:
         """Returns the ids of all requests that a worker has accepted."""
@@ -86,7 +87,7 @@ class Fleet:
         worker = self.workers[fault.target % len(self.workers)]
         router = self.routers[fault.target % len(self.routers)]
         match fault.kind:
-            case "kill_worker":
+            case "kill_worker" | "kill_while_loading":
                 self._restart(self.workers[fault.number % len(self.workers)])
             case "kill_engine":
                 for pid in self._pids(worker, "engine"):

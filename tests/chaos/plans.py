@@ -29,7 +29,8 @@ class Kind(msgspec.Struct, frozen=True, kw_only=True):
 _LOSS = frozenset({UNSEALED})
 _BROKER = frozenset({UNSEALED, "worker_lost", "no_responders"})
 KINDS = {
-    "kill_worker": Kind(aim=1_000, per_round=20, max_gap_ms=2_300, errors=_LOSS),
+    "kill_worker": Kind(aim=1_000, per_round=20, max_gap_ms=1_500, errors=_LOSS),
+    "kill_while_loading": Kind(aim=60, per_round=10, max_gap_ms=1_500, errors=_LOSS),
     "pause_worker": Kind(aim=200, per_round=10, errors=_LOSS),
     "pause_router": Kind(aim=200, per_round=10),
     "kill_router_then_worker": Kind(aim=100, per_round=5, num_tokens=1_000, errors=_LOSS, may_lose_requests=True),
@@ -80,7 +81,7 @@ def faults(kind: str, seed: int, count: int | None = None) -> Iterator[Fault]:
         )
 
 
-_MIXED = ("kill_engine", *(kind for kind in KINDS if kind not in ("mixed", "roll")))
+_MIXED = ("kill_engine", *(kind for kind in KINDS if kind not in ("mixed", "roll", "kill_while_loading")))
 
 
 def engine_of(seed: int) -> str:

@@ -53,6 +53,8 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     """Whether some entries of the simulated workers' event logs are lost."""
     load_s: float = 0.0
     """Time that a simulated worker which is started again takes to load its model."""
+    num_ready: int | None = None
+    """Workers that must be ready before the next fault, while the others may be loading; all, if none are named."""
     cancels: float = 0.0
     """The share of the library's streams that are cancelled before their end."""
     num_gateways: int = 0
@@ -62,6 +64,8 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
 
 def setup_of(kind: str, seed: int) -> Setup:
     engine, is_mixed = plans.engine_of(seed), kind == "mixed"
+    if kind == "kill_while_loading":  # several load at once, so that two must do
+        return Setup(engine="sim", num_workers=5, num_tokens=plans.KINDS[kind].num_tokens, load_s=60.0, num_ready=2)
     return Setup(
         engine=engine,
         num_workers=3 if engine == "sim" else 2,
@@ -141,7 +145,7 @@ class Site:
 
     async def _go_on(self, streams: Streams) -> None:
         """Waits until the system has recovered from the last fault."""
-        await self.fleet.until_up(self.bare)
+        await self.fleet.until_up(self.bare, self._setup.num_ready)
         await streams.go_on(BETWEEN_FAULTS)
 
 
