@@ -30,7 +30,7 @@ _LOSS = frozenset({UNSEALED})
 _BROKER = frozenset({UNSEALED, "worker_lost", "no_responders"})
 KINDS = {
     "kill_worker": Kind(aim=1_000, per_round=20, max_gap_ms=1_500, errors=_LOSS),
-    "kill_while_loading": Kind(aim=60, per_round=10, max_gap_ms=1_500, errors=_LOSS),
+    "kill_while_loading": Kind(aim=60, per_round=6, max_gap_ms=1_500, errors=_LOSS),
     "pause_worker": Kind(aim=200, per_round=10, errors=_LOSS),
     "pause_router": Kind(aim=200, per_round=10),
     "kill_router_then_worker": Kind(aim=100, per_round=5, num_tokens=1_000, errors=_LOSS, may_lose_requests=True),
