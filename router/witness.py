@@ -1,4 +1,4 @@
-"""Learns from the broker that a silent worker's process is gone, long before its lease expires (decision 0072).
+"""Learns from the broker that a silent worker's process is gone, long before its lease expires (decision 0012).
 
 A process hears a subject of its own, `alive`, over the connection that it publishes on. When the process ends, its
 machine's kernel closes that connection, and the broker drops the subscription after everything that had come over it.

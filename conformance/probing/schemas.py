@@ -162,6 +162,9 @@ CARD: Schema = {
     "adapters": optional(list_of(map_of({"name": NAME, "digest": NAME}))),
     "embeddings": optional(map_of({"dimensions": POSITIVE, "pooling": NAME, "max_input_tokens": POSITIVE})),
     "role": optional(field_types.one_of("both", "prefill", "decode")),
+    "process_run": optional(TEXT),
+    "broker": optional(TEXT),
+    "network": optional(TEXT),
     "loadable": optional(FLAG),
     "state": NAME,
     "host": TEXT,
@@ -174,6 +177,9 @@ SERVED: Schema = {
     "context_length": POSITIVE,
     "features": list_of(NAME),
     "adapters": optional(list_of(NAME)),
+    "process_run": optional(TEXT),
+    "broker": optional(TEXT),
+    "network": optional(TEXT),
     "loadable": optional(FLAG),
 }
 TOKENS: Schema = {

@@ -58,6 +58,23 @@ async def pulls(probe: Probe) -> None:
     expect(param in ("model", "op"), f"it does not say what is wrong, but names {param}")
 
 
+async def alive(probe: Probe) -> None:
+    """A worker whose card names `process_run` hears `alive` of that run, and of no other, and answers nothing there."""
+    workers, model = probe.require_workers(), probe.target.model
+    shown = await probe.listen(probe.names.all_cards, msgpack=True)
+    await probe.publish(probe.names.discover, b"")
+    await shown.until(lambda: set(workers) <= {m.get("worker_id") for m in shown.messages}, "every worker's card")
+    runs = {m["worker_id"]: m.get("process_run") for m in shown.messages if m.get("model") == model}
+    for worker_id, run in runs.items():
+        if not run:
+            continue
+        heard = await probe.send_internal(probe.names.alive(model, worker_id, run))
+        unheard = await probe.send_internal(probe.names.alive(model, worker_id, f"{run}x"))
+        await asyncio.sleep(_HEARTBEAT_S)
+        expect(not heard.received, f"nobody hears that {worker_id} is alive, or somebody answers there")
+        expect(any(one.is_no_responders for one in unheard.received), f"{worker_id} hears runs that are not its own")
+
+
 async def heartbeats(probe: Probe) -> None:
     """Each worker publishes events on its own subject at least every 250 ms, numbered without gaps, or its process
     speaks for it at least once a second and knows its last event."""

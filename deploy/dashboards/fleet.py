@@ -127,7 +127,9 @@ _FAULTS = (
         "cut off from the broker.",
         "short",
         (
-            Query(f"max by (model) (increase({_LOST}[$__rate_interval]))", "{{model}} workers lost"),
+            Query(
+                f"max by (model, reason) (increase({_LOST}[$__rate_interval]))", "{{model}} workers lost, {{reason}}"
+            ),
             Query(
                 increase("tokenbus_worker_engine_restarts_total", WORKER_FILTER, "model"), "{{model}} engines restarted"
             ),

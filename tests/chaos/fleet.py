@@ -7,6 +7,7 @@ import signal
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from tests.chaos.plans import Fault
@@ -21,6 +22,9 @@ STOP_S = 60.0
 """Time within which a process that is asked to stop must end."""
 LEAVES_S = 1.0
 """Time from a gateway's last new connection to its stop, as from a load balancer that takes it out first."""
+_LOAD_TIMEOUT_S = 120.0
+"""Time within which a worker that loads its model must be ready."""
+_POLL_S = 0.05
 _READY = {"worker": "engine_ready", "router": "router_ready", "gateway": "gateway_ready"}
 
 
@@ -73,7 +77,16 @@ class Fleet:
         while the others may be loading."""
         for name in self.routers + self.gateways + (self.workers if num_ready is None else []):
             await self._until_serving(name)
-        await until_ready(bare, len(self.workers) if num_ready is None else num_ready, timeout_s=120.0)
+        if num_ready is None:
+            await until_ready(bare, len(self.workers))
+            return
+        async with asyncio.timeout(_LOAD_TIMEOUT_S):
+            while sum(map(self._is_serving, await until_ready(bare, num_ready, _LOAD_TIMEOUT_S))) < num_ready:
+                await asyncio.sleep(_POLL_S)  # a router may not know yet that one was killed
+
+    def _is_serving(self, card: dict[str, Any]) -> bool:
+        """Whether a card is that of a running process, which is ready."""
+        return card["state"] == "ready" and card["pids"]["front"] == self._system.pid(card["worker_id"])
 
     def accepted_ids(self) -> set[str]:
         """Returns the ids of all requests that a worker has accepted."""

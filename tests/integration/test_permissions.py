@@ -25,6 +25,7 @@ from tokenbus.client.wire.wire_client import WireClient
 from tokenbus.protocol.bus import connection
 from tokenbus.protocol.bus.settings import Credentials
 from tokenbus.protocol.wire import errors
+from tokenbus.protocol.wire.subjects import Subjects
 
 CONFIG = Path(__file__).parents[2] / "deploy" / "nats.conf"
 USERS = ("router", "worker-demo", "worker-other", "operator", "gateway", "default", "acme", "globex")
@@ -262,6 +263,29 @@ async def test_streams_survive_their_router_and_then_their_worker(empty: Guarded
     check_stream(live)
     assert await system.wait(its_worker) == 0
     empty.check_nothing_was_refused(*routers, *workers)
+
+
+async def test_routers_and_workers_may_learn_from_the_broker_that_the_other_is_gone(empty: Guarded) -> None:
+    system, workers = empty.system, ("w-a", "w-b")
+    empty.router("router")
+    for name in workers:
+        empty.worker(name, "--engine", "sim", "--context-length", "65536", model="dynamo", served_name="demo")
+    acme = await empty.connect("acme", "_INBOX_acme")
+    await until_served(acme, "acme", 1)
+    await until_workers(acme, 2)
+    request = {"token_ids": list(range(64)), "max_tokens": 300, "ignore_eos": True}
+    live = await page_client.submit(acme, f"{PREFIX}.generate.demo.acme", request)
+    await live.until(3)
+    its_worker = next(message["worker_id"] for message in live.messages if message["worker_id"])
+    system.signal(its_worker, signal.SIGKILL)
+    assert (await live.terminal())["attempt"] == 2
+    check_stream(live)
+    (lost,) = system.logged("router", "worker_lost")
+    assert lost["reason"] == "disconnected"
+    as_worker = await empty.connect("worker-demo", "_INBOX_worker_demo")
+    with pytest.raises(nats.errors.NoRespondersError):  # and not a refusal
+        await as_worker.request(Subjects().given_up("demo", its_worker, "1-a"), b"")
+    empty.check_nothing_was_refused("router", *workers)
 
 
 async def test_a_router_that_stops_hands_over_what_waits(empty: Guarded) -> None:

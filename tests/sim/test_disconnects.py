@@ -67,6 +67,7 @@ def test_a_worker_goes_on_or_was_given_up_and_no_text_comes_twice(seed: int) -> 
             asked.check()
             error = asked.terminal and asked.terminal.error
             assert asked.is_whole or (isinstance(error, errors.Error) and error.code is errors.Code.WORKER_LOST), asked
-        assert fleet.num_resumed and fleet.num_given_up
+        assert fleet.num_resumed
+        assert fleet.num_given_up
         for router in fleet.routers:
             assert len(router.router.flights) == 0, router.router
