@@ -19,14 +19,14 @@ earlier versions, and those whose machine is gone with its connections still ope
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from nats.aio.msg import Msg
 
 from tokenbus.protocol import tasks
 from tokenbus.protocol.bus.bus import Bus, NoRespondersError, Outgoing
 from tokenbus.protocol.bus.reply_inbox import ReplyInbox
-from tokenbus.protocol.wire import limits, subjects
+from tokenbus.protocol.wire import codec, internal, limits, subjects
 from tokenbus.router.fleet.fleet import Fleet
 from tokenbus.router.workers.worker import Worker
 
@@ -35,6 +35,12 @@ QUIET_S = 0.2
 _ASK_AGAIN_S = 0.1
 _PATIENCE_S = 0.1
 """Time for the broker's answer; if there is none, somebody hears the subject."""
+
+_LOOK_AGAIN_S = 1.0
+_MAX_LOOKED_FOR = 32
+"""Lost workers whose successors are looked for at a time."""
+_DROP_OF_NOTHING = codec.encode(internal.Control(op="drop", request_id="default:none", attempt=0))
+"""Asks a worker for an answer, and nothing else."""
 
 
 class BrokerWitness:
@@ -59,6 +65,8 @@ class BrokerWitness:
         self._inbox = ReplyInbox(bus, lambda token: f"{inbox}.{token}")
         self._asking: dict[str, asyncio.Task[None]] = {}
         """The examinations that run, by incarnation."""
+        self._looking: asyncio.Task[None] | None = None
+        self._looked_at = 0.0
         self._is_permitted = True
         """False once the broker's permissions have forbidden this router to say that it gives a worker up."""
 
@@ -71,7 +79,7 @@ class BrokerWitness:
 
     def close(self) -> None:
         """Ends all examinations."""
-        for task in self._asking.values():
+        for task in (*self._asking.values(), *((self._looking,) if self._looking else ())):
             task.cancel()
 
     def forbid(self) -> None:
@@ -79,7 +87,11 @@ class BrokerWitness:
         self._is_permitted = False
 
     def tick(self, now: float) -> None:
-        """Begins to examine workers that have fallen silent."""
+        """Begins to examine workers that have fallen silent, and to look for the successors of lost ones."""
+        if now - self._looked_at >= _LOOK_AGAIN_S and (lost := self._fleet.lost_workers(now)):
+            self._looked_at = now
+            if self._looking is None or self._looking.done():
+                self._looking = tasks.background("look for lost workers", self._look_for(lost[-_MAX_LOOKED_FOR:]))
         if not self._is_permitted:
             return
         for address in self._busy():
@@ -90,6 +102,17 @@ class BrokerWitness:
                 task = tasks.background("ask the broker about a worker", self._examine(worker))
                 self._asking[worker.incarnation] = task
                 task.add_done_callback(lambda _, name=worker.incarnation: self._asking.pop(name, None))  # type: ignore[misc]
+
+    async def _look_for(self, lost: Sequence[Worker]) -> None:
+        """Finds out which lost workers have a successor that has not announced itself yet, since its model loads."""
+        for worker in lost:
+            card = worker.card
+            subject = self._names.worker(card.model, card.worker_id, "control")
+            try:
+                await self._inbox.request(Outgoing(subject, _DROP_OF_NOTHING), limits.ACCEPT_TIMEOUT_S)
+                worker.has_successor = True
+            except (NoRespondersError, TimeoutError, ConnectionError):
+                worker.has_successor = False
 
     def _may_prove(self, worker: Worker) -> bool:
         """Whether the broker's answers can prove anything: not of workers that don't say how they are connected."""

@@ -59,7 +59,8 @@ class WorkerNumbers(msgspec.Struct, frozen=True, array_like=True):
     number: int
     """The worker, by its sheet."""
     state: str
-    """Its state as people see it: that of its card, or `loadable`, `silent` or `ejected`."""
+    """Its state as people see it: that of its card, or `loadable`, `silent` or `ejected`. For ten minutes after it was
+    lost it is `lost`, or `loading` once a process of its name is there again, until that is ready."""
     running: int = 0
     """Requests that have a lane."""
     max_running: int = 0

@@ -38,16 +38,19 @@ class FleetDigests:
         joined, numbers, memory = [], [], []
         left = set(self._known)
         passed_s = now - self._updated_at
+        for worker in self._fleet.lost_workers(now):
+            left.discard(worker.incarnation)
+            seen, sheet = self._see(worker)
+            joined += [] if sheet is None else [sheet]
+            state = "loading" if worker.has_successor else "lost"
+            if (changed := messages.WorkerNumbers(number=seen.number, state=state)) != seen.numbers:
+                seen.numbers = changed
+                numbers.append(changed)
         for _, workers in self._fleet.models():
             for worker in workers:
                 left.discard(worker.incarnation)
-                seen = self._known.get(worker.incarnation)
-                if seen is None:
-                    seen = self._known[worker.incarnation] = _Seen(self._next_number, worker)
-                    self._next_number += 1
-                if (sheet := _sheet(seen.number, worker)) != seen.sheet:
-                    seen.sheet = sheet
-                    joined.append(sheet)
+                seen, sheet = self._see(worker)
+                joined += [] if sheet is None else [sheet]
                 if (changed := self._numbers(seen, worker, passed_s, now)) != seen.numbers:
                     seen.numbers = changed
                     numbers.append(changed)
@@ -85,6 +88,18 @@ class FleetDigests:
             left=[],
         )
         return _parts(everything, max_bytes, encoding)
+
+    def _see(self, worker: Worker) -> "tuple[_Seen, messages.WorkerSheet | None]":
+        """Returns what was shown of a worker, and its sheet if that is new."""
+        seen = self._known.get(worker.incarnation)
+        if seen is None:
+            seen = self._known[worker.incarnation] = _Seen(self._next_number, worker)
+            self._next_number += 1
+        sheet = _sheet(seen.number, worker)
+        if sheet == seen.sheet:
+            return seen, None
+        seen.sheet = sheet
+        return seen, sheet
 
     def _numbers(self, seen: "_Seen", worker: Worker, passed_s: float, now: float) -> messages.WorkerNumbers:
         load = worker.load

@@ -39,6 +39,9 @@ _REFUSAL_TTL_S = 30.0
 """A refused card is rechecked after this time: the workers that it contradicts may be gone."""
 _BOOKING_TTL_S = 5.0
 """A booking not confirmed by an event within this time is dropped: its request was lost in transit."""
+_LOST_TTL_S = 600.0
+"""For this time a worker that was lost is shown to those who look at the fleet, unless it is back."""
+MAX_LOST = 256
 _MAX_DEVICES = 64
 """A worker that says it has more is not believed."""
 
@@ -83,6 +86,8 @@ class Fleet:
         self._owners = RequestOwners()
         self._refused: TTLCache[messages.RefusedCard] = TTLCache(_REFUSAL_TTL_S, MAX_WORKERS)
         """Refused cards by incarnation."""
+        self._lost: TTLCache[Worker] = TTLCache(_LOST_TTL_S, MAX_LOST)
+        """The last incarnations of workers that were lost and are not back."""
         self._superseded: TTLCache[Worker] = TTLCache(SETTLE_S, MAX_WORKERS)
         """Incarnations recently replaced by a later one: their last messages may still be in transit."""
 
@@ -257,6 +262,11 @@ class Fleet:
         """Removes a worker whose lease has expired, unless it was renewed meanwhile."""
         if (worker := self._current(card)) is not None and worker.lease_expired:
             self._remove(worker)
+            self._lost.put(_address_key(card.address), worker, worker.last_seen_at)
+
+    def lost_workers(self, now: float) -> list[Worker]:
+        """Returns workers that were lost within the last minutes and are not back."""
+        return self._lost.values(now)
 
     # Placement and bookings
 
@@ -290,6 +300,7 @@ class Fleet:
         """Discards outdated bookings, incarnations and some state of each model. Must be called a few times a
         second."""
         self._superseded.expire(now)
+        self._lost.expire(now)
         self._owners.expire(now)
         self._refused.expire(now)
         for worker in self._workers.values():
@@ -412,6 +423,7 @@ class Fleet:
         self._models[worker.card.model].refresh(worker)
 
     def _add(self, worker: Worker) -> None:
+        self._lost.pop(_address_key(worker.card.address))
         self._workers[worker.card.address] = worker
         self._models.setdefault(worker.card.model, ModelWorkers(self._own_site)).add_worker(worker)
 
@@ -439,3 +451,7 @@ def _is_superseded(known: Worker, epoch: str, now: float) -> bool:
     if epoch_sort_key(epoch) > epoch_sort_key(known.card.epoch):
         return True
     return known.is_silent(now)
+
+
+def _address_key(address: WorkerAddress) -> str:
+    return f"{address.model} {address.worker_id}"

@@ -169,6 +169,8 @@ class Worker:
         """Keys of running requests whose blocks it should report as stored before they end."""
         self.num_unreported = 0
         """Keys of those that have ended since it last reported a stored block."""
+        self.has_successor = False
+        """Once lost: whether a process of its name is there, which has not announced itself yet."""
         self.settled_at = 0.0
         """Once superseded, the time after which nothing more can arrive; until then 0."""
 

@@ -113,3 +113,24 @@ def test_no_stream_waits_for_the_successor_of_its_worker(seed: int) -> None:
         except AssertionError as error:
             error.add_note(repr(fleet))
             raise
+
+
+def test_routers_see_that_the_successor_of_a_lost_worker_loads() -> None:
+    with world(0) as made:
+        broker = Broker(made)
+        first, _other = (FrontendProcess(made, broker, name, 32, _TOKEN_S) for name in ("w0", "w1"))
+        router = RouterProcess(made, broker, "r0")
+        made.run(2.0)
+        kill(first.process, first.bus, first.incoming)
+        made.run(6.0)  # an idle worker is lost by its silence
+
+        def lost() -> list[tuple[str, bool]]:
+            workers = router.router.fleet.lost_workers(made.now)
+            return [(worker.card.worker_id, worker.has_successor) for worker in workers]
+
+        assert lost() == [("w0", False)]
+        FrontendProcess(made, broker, "w0", 32, _TOKEN_S, load_s=3.0)
+        made.run(2.0)
+        assert lost() == [("w0", True)]
+        made.run(2.0)
+        assert lost() == []

@@ -84,6 +84,30 @@ def test_a_worker_that_restarts_is_another_one() -> None:
     assert worker.sheet.since_ms == 200
 
 
+def test_a_lost_worker_is_shown_until_it_is_back_or_ten_minutes_have_passed() -> None:
+    fleet, picture = fleet_of(card("a"), card("b"), card("c")), FleetPicture()
+    sender = Sender(fleet)
+    sender.send(picture, whole=True)
+
+    def states() -> list[str]:
+        sender.send(picture, whole=False)
+        return [f"{view.sheet.worker_id} {view.numbers.state}" for view in picture.workers()]
+
+    for name in ("a", "b"):
+        worker = known(fleet, name)
+        fleet.end_lease(worker)
+        fleet.remove(worker.card)
+    assert states() == ["a lost", "b lost", "c ready"]
+    one, other = fleet.lost_workers(sender.now)
+    one.has_successor = other.has_successor = True
+    assert states() == ["a loading", "b loading", "c ready"]
+    fleet.apply_card(card("b", epoch="200-b"), 1.0)
+    assert states() == ["a loading", "b ready", "c ready"]
+    sender.now = 700.0
+    fleet.sweep(sender.now)
+    assert states() == ["b ready", "c ready"]
+
+
 def test_a_digest_that_is_missing_makes_the_viewer_ask_for_a_whole_one() -> None:
     fleet, picture = fleet_of(card("a")), FleetPicture()
     sender = Sender(fleet)
