@@ -172,7 +172,10 @@ def _of_tokens(trace: messages.RequestTrace) -> Iterator[str]:
             wait += ", longer than was expected"
         if trace.worker_queue_ms < _NOTEWORTHY_MS:
             wait = "it did not wait at the worker"
-        yield f"The first token came {_time(first_token_ms(trace) or 0.0)} after the request; {wait}."
+        first_ms, of_what = first_token_ms(trace), "the request"
+        if first_ms is None:
+            first_ms, of_what = trace.worker_queue_ms + trace.prefill_ms, "its first worker had accepted it"
+        yield f"The first token came {_time(first_ms)} after {of_what}; {wait}."
     if any(trace.gaps):
         typical, most = _gap_at(trace.gaps, 0.5), _gap_at(trace.gaps, 1.0)
         workers = [one.worker_id for one in trace.attempts if one.accepted_ms is not None]

@@ -111,7 +111,10 @@ class RequestTrace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 
 def first_token_ms(trace: RequestTrace) -> float | None:
-    """Returns the time from a request's receipt to its first token; None if it has none."""
+    """Returns the time from a request's receipt to its first token; None if it has none, or if this router has taken
+    it over since, and so does not know when its first worker had accepted it."""
+    if trace.adopted and trace.attempts and not trace.attempts[0].policy:
+        return None
     accepted_ms = next((one.accepted_ms for one in trace.attempts if one.accepted_ms is not None), None)
     if accepted_ms is None or trace.worker_queue_ms is None or trace.prefill_ms is None:
         return None

@@ -10,6 +10,7 @@ import pytest
 from tokenbus.client.wire import trace_reader, trace_story
 from tokenbus.client.wire.trace_reader import TraceReader, Traces
 from tokenbus.protocol.wire import codec, errors, messages
+from tokenbus.protocol.wire.traces import first_token_ms
 
 JSON = codec.Encoding.JSON
 SURVIVOR = messages.RequestTrace(
@@ -110,6 +111,16 @@ def test_what_a_worker_held_where_a_stream_continued_is_a_part_of_prompt_and_ans
     second = msgspec.structs.replace(second, held_tokens=96, most_held_tokens=96)
     told = trace_story.story(msgspec.structs.replace(SURVIVOR, attempts=[first, second]), "one")
     assert any("it held 96 of the 380 tokens of prompt and answer (no other held more)" in one for one in told)
+
+
+def test_a_router_that_has_taken_a_request_over_does_not_claim_to_know_when_its_first_token_came() -> None:
+    at_worker = messages.TraceAttempt(worker_id="w1", begun_ms=26_000.0, accepted_ms=26_000.0)
+    taken = msgspec.structs.replace(SURVIVOR, adopted=True, attempts=[at_worker], total_ms=30_000.0)
+    assert first_token_ms(taken) is None
+    assert first_token_ms(msgspec.structs.replace(SURVIVOR, adopted=True)) == 1_530.0, "it has placed that one itself"
+    told = " ".join(trace_story.story(taken, "r2"))
+    assert "The first token came 28 ms after its first worker had accepted it" in told
+    assert [(span.kind, span.begin_ms) for span in trace_story.spans(taken) if span.where] == [("decode", 26_000.0)]
 
 
 def test_a_wait_that_was_misjudged_is_called_longer_than_expected() -> None:
