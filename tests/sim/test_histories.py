@@ -25,6 +25,8 @@ HISTORIES = int(os.environ.get("TOKENBUS_HISTORIES", "30"))
 NUMBERS = st.integers(0, 5)
 LENGTHS = st.lists(st.none() | st.integers(1, 60), min_size=1, max_size=3)
 """The `max_tokens` of several requests."""
+LOADS_S = (0.0, 10.0, 60.0)
+"""What the model of a worker that is started again takes to load."""
 THEN_S = st.sampled_from([0.0, 0.05, 0.4, 1.5])
 """The time that passes after each fault."""
 
@@ -246,14 +248,20 @@ class History(RuleBasedStateMachine):
         self.world.run(then_s)
 
     @precondition(lambda self: self.broker.is_up and not self.broker.is_paused)
-    @rule(who=NUMBERS, away_s=st.sampled_from([0.0, 0.3, 1.2, 2.6]), lingers=st.booleans(), then_s=THEN_S)
-    def frontend_returns(self, who: int, away_s: float, lingers: bool, then_s: float) -> None:
+    @rule(
+        who=NUMBERS,
+        away_s=st.sampled_from([0.0, 0.3, 1.2, 2.6]),
+        load_s=st.sampled_from(LOADS_S),
+        lingers=st.booleans(),
+        then_s=THEN_S,
+    )
+    def frontend_returns(self, who: int, away_s: float, load_s: float, lingers: bool, then_s: float) -> None:
         """Kills a frontend, and starts another one under its name."""
         number = who % len(self.frontends)
         dead = self.frontends[number]
         kill(dead.process, dead.bus, dead.incoming, lingers=lingers)
         self.world.run(away_s)
-        self.frontends[number] = self.new_frontend(dead.name)
+        self.frontends[number] = self.new_frontend(dead.name, load_s)
         self.world.run(then_s)
 
     @precondition(lambda self: len(self.frontends) > 1)
@@ -318,7 +326,7 @@ class History(RuleBasedStateMachine):
         self.world.run(0.1)  # in which clients that were paused send the requests that they were told to send
         everybody = [*self.clients, self.simple_client]
         self.world.run_until(lambda: not any(client.open() for client in everybody), timeout_s=120.0)
-        self.world.run(16.0)
+        self.world.run(max(16.0, *LOADS_S))
 
     def check_end(self) -> None:
         self.no_process_has_failed()
@@ -351,11 +359,11 @@ class History(RuleBasedStateMachine):
         answer = self.routers[0].process.do(workers.request(Outgoing(subject, b""), 1.0))
         return codec.Decoder(internal.SnapshotPart).decode(answer.data)
 
-    def new_frontend(self, name: str) -> FrontendProcess:
+    def new_frontend(self, name: str, load_s: float = 0.0) -> FrontendProcess:
         self.num_frontends += 1
         limit = LIMITS[self.num_frontends % len(LIMITS)]
         beside = [f"{name}-2"] if self.num_frontends % 2 else []
-        return FrontendProcess(self.world, self.broker, name, max_new_tokens=limit, beside=beside)
+        return FrontendProcess(self.world, self.broker, name, max_new_tokens=limit, beside=beside, load_s=load_s)
 
     def new_router(self, name: str) -> RouterProcess:
         router = RouterProcess(self.world, self.broker, name)
