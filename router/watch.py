@@ -176,9 +176,8 @@ class FleetWatch:
     def _give_up(self, gone: Worker) -> None:
         """Gives up a worker whose process is gone, after everything that it has sent was read."""
         self._note_lost(gone, "disconnected")
-        self._fleet.end_lease(gone)
+        self._fleet.give_up(gone)
         self._recovery.recover(gone, is_certain=True)
-        self._fleet.remove(gone.card)
 
     def _note_lost(self, worker: Worker, reason: str) -> None:
         card, silent_s = worker.card, time.monotonic() - worker.last_seen_at

@@ -88,7 +88,7 @@ class BrokerWitness:
 
     def tick(self, now: float) -> None:
         """Begins to examine workers that have fallen silent, and to look for the successors of lost ones."""
-        if now - self._looked_at >= _LOOK_AGAIN_S and (lost := self._fleet.lost_workers(now)):
+        if now - self._looked_at >= _LOOK_AGAIN_S and (lost := self._fleet.lost.all(now)):
             self._looked_at = now
             if self._looking is None or self._looking.done():
                 self._looking = tasks.background("look for lost workers", self._look_for(lost[-_MAX_LOOKED_FOR:]))

@@ -104,7 +104,7 @@ class HardenedClient(handshake.HandshakeClient):
         """Called when the client has stopped trying to reconnect."""
         self._moving: asyncio.Task[None] | None = None
         self._held: list[bytes] | None = None
-        """What waits for `release` after a reconnect; None while everything is written at once."""
+        """Commands that wait for `release` after a reconnect; None while everything is written at once."""
         self._held_size = 0
         self.holds_back = False
         """Whether what is queued is held back after a reconnect."""

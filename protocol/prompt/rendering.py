@@ -26,6 +26,7 @@ from typing import Any
 import msgspec
 import structlog
 
+from tokenbus.protocol.process.child_environment import child_environment
 from tokenbus.protocol.wire import errors, limits, messages
 
 _LENGTH = struct.Struct("!I")
@@ -270,7 +271,7 @@ def _start_process(fd: int) -> "subprocess.Popen[bytes]":
         pass_fds=[fd],
         stdin=subprocess.DEVNULL,
         start_new_session=True,
-        env=os.environ | {"PYTHONPATH": path},
+        env=child_environment(PYTHONPATH=path),
     )
 
 

@@ -38,7 +38,7 @@ class FleetDigests:
         joined, numbers, memory = [], [], []
         left = set(self._known)
         passed_s = now - self._updated_at
-        for worker in self._fleet.lost_workers(now):
+        for worker in self._fleet.lost.all(now):
             left.discard(worker.incarnation)
             seen, sheet = self._see(worker)
             joined += [] if sheet is None else [sheet]

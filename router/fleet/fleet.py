@@ -17,9 +17,10 @@ from typing import NamedTuple
 
 from tokenbus.protocol.ttl_cache import TTLCache
 from tokenbus.protocol.wire import codec, internal, limits, messages
-from tokenbus.protocol.wire.subjects import WorkerAddress, epoch_sort_key
+from tokenbus.protocol.wire.subjects import WorkerAddress
 from tokenbus.router.fleet import beats
 from tokenbus.router.fleet.beats import BeatUpdate
+from tokenbus.router.fleet.lost_workers import LostWorkers
 from tokenbus.router.fleet.plausibility import implausibility
 from tokenbus.router.fleet.stats import DecisionStats
 from tokenbus.router.placement.model_workers import ModelWorkers
@@ -39,9 +40,6 @@ _REFUSAL_TTL_S = 30.0
 """A refused card is rechecked after this time: the workers that it contradicts may be gone."""
 _BOOKING_TTL_S = 5.0
 """A booking not confirmed by an event within this time is dropped: its request was lost in transit."""
-_LOST_TTL_S = 600.0
-"""For this time a worker that was lost is shown to those who look at the fleet, unless it is back."""
-MAX_LOST = 256
 _MAX_DEVICES = 64
 """A worker that says it has more is not believed."""
 
@@ -86,8 +84,7 @@ class Fleet:
         self._owners = RequestOwners()
         self._refused: TTLCache[messages.RefusedCard] = TTLCache(_REFUSAL_TTL_S, MAX_WORKERS)
         """Refused cards by incarnation."""
-        self._lost: TTLCache[Worker] = TTLCache(_LOST_TTL_S, MAX_LOST)
-        """The last incarnations of workers that were lost and are not back."""
+        self.lost = LostWorkers()
         self._superseded: TTLCache[Worker] = TTLCache(SETTLE_S, MAX_WORKERS)
         """Incarnations recently replaced by a later one: their last messages may still be in transit."""
 
@@ -104,7 +101,7 @@ class Fleet:
             if current is not None:
                 self._remove(current)
             return FleetUpdate(left=current is not None)
-        if known is not None and current is None and not _is_superseded(known, card.epoch, now):
+        if known is not None and current is None and not known.is_replaced_by(card.epoch, now):
             return FleetUpdate()
         if refusal := implausibility(card) or self.model(card.model).incompatibility(card):
             key = incarnation_key(card.address, card.epoch)
@@ -230,10 +227,10 @@ class Fleet:
             self._refresh(worker)
         return overdue
 
-    def end_lease(self, worker: Worker) -> None:
-        """Ends the lease of a worker whose process is known to be gone."""
+    def give_up(self, worker: Worker) -> None:
+        """Removes a worker whose process is known to be gone."""
         worker.lease_expired = True
-        self._refresh(worker)
+        self.remove(worker.card)
 
     def is_lost(self, card: messages.Card) -> bool:
         """Whether this incarnation is over, or its lease has expired."""
@@ -262,11 +259,7 @@ class Fleet:
         """Removes a worker whose lease has expired, unless it was renewed meanwhile."""
         if (worker := self._current(card)) is not None and worker.lease_expired:
             self._remove(worker)
-            self._lost.put(_address_key(card.address), worker, worker.last_seen_at)
-
-    def lost_workers(self, now: float) -> list[Worker]:
-        """Returns workers that were lost within the last minutes and are not back."""
-        return self._lost.values(now)
+            self.lost.add(worker)
 
     # Placement and bookings
 
@@ -300,7 +293,6 @@ class Fleet:
         """Discards outdated bookings, incarnations and some state of each model. Must be called a few times a
         second."""
         self._superseded.expire(now)
-        self._lost.expire(now)
         self._owners.expire(now)
         self._refused.expire(now)
         for worker in self._workers.values():
@@ -423,7 +415,7 @@ class Fleet:
         self._models[worker.card.model].refresh(worker)
 
     def _add(self, worker: Worker) -> None:
-        self._lost.pop(_address_key(worker.card.address))
+        self.lost.is_back(worker.card.address)
         self._workers[worker.card.address] = worker
         self._models.setdefault(worker.card.model, ModelWorkers(self._own_site)).add_worker(worker)
 
@@ -443,15 +435,3 @@ class Fleet:
     def _is_old_enough(self, now: float) -> bool:
         """Whether every worker has had time to announce its model."""
         return now - self._began_at > limits.MODEL_NOT_FOUND_AFTER_S
-
-
-def _is_superseded(known: Worker, epoch: str, now: float) -> bool:
-    """Whether an incarnation with that epoch replaces a known one: a later one does, an earlier one only if the known
-    one has been silent long enough to be lost."""
-    if epoch_sort_key(epoch) > epoch_sort_key(known.card.epoch):
-        return True
-    return known.is_silent(now)
-
-
-def _address_key(address: WorkerAddress) -> str:
-    return f"{address.model} {address.worker_id}"

@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 import xxhash
 
 from tokenbus.protocol.wire import codec, limits, messages
-from tokenbus.protocol.wire.subjects import WorkerAddress
+from tokenbus.protocol.wire.subjects import WorkerAddress, epoch_sort_key
 from tokenbus.router.workers.event_log import WorkerEventLog
 from tokenbus.router.workers.speed import Speed
 
@@ -251,6 +251,11 @@ class Worker:
         for ended in (successor.previous, *successor.earlier):  # the cards of intermediate epochs may have been lost
             if ended is not None and ended.epoch == self.card.epoch:
                 self.log.end_seq, self.settled_at = ended.seq, now + SETTLE_S
+
+    def is_replaced_by(self, epoch: str, now: float) -> bool:
+        """Whether an incarnation with that epoch replaces this one: a later one does, an earlier one only if this one
+        has been silent long enough to be lost."""
+        return epoch_sort_key(epoch) > epoch_sort_key(self.card.epoch) or self.is_silent(now)
 
     def is_overdue(self, now: float) -> bool:
         """Whether it has been silent for too long but its lease has not been ended yet."""

@@ -231,6 +231,16 @@ def test_one_module_starts_tasks_so_that_none_dies_in_silence() -> None:
         assert {one.rpartition(".")[0] for one in syntax_of(path).tasks} <= {"group"}, name(path)
 
 
+def test_no_child_process_that_computes_inherits_credentials() -> None:
+    starts = re.compile(r"\b(?:Popen|create_subprocess_exec|create_subprocess_shell|subprocess\.run)\(")
+    for path in sources():
+        if path.relative_to(ROOT).parts[0] in ("worker", "router", "protocol", "gateway"):
+            text = path.read_text()
+            for found in starts.finditer(text):
+                call = text[found.end() :].partition("\n        )")[0].partition("\n    )")[0]
+                assert re.search(r"env=.*child_environment\(", call), f"{path}: {call[:80]}"
+
+
 def test_no_file_is_named_like_a_module_of_the_standard_library() -> None:
     clashes = [name(path) for path in sources() if path.stem in sys.stdlib_module_names and path.stem != "__init__"]
     assert not clashes

@@ -125,7 +125,7 @@ def test_routers_see_that_the_successor_of_a_lost_worker_loads() -> None:
         made.run(6.0)  # an idle worker is lost by its silence
 
         def lost() -> list[tuple[str, bool]]:
-            workers = router.router.fleet.lost_workers(made.now)
+            workers = router.router.fleet.lost.all(made.now)
             return [(worker.card.worker_id, worker.has_successor) for worker in workers]
 
         assert lost() == [("w0", False)]

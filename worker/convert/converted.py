@@ -12,6 +12,7 @@ import structlog
 import xxhash
 from huggingface_hub import constants
 
+from tokenbus.protocol.process.child_environment import child_environment
 from tokenbus.worker.contract.engine_errors import ModelError
 from tokenbus.worker.convert.process import ConversionReport, Job
 from tokenbus.worker.files import model_files, transfer
@@ -89,7 +90,7 @@ def convert(model: str, files: ModelFiles, kind: str, threads: int, progress: Ca
 def _run(job: Job, progress: Callable[[float], None]) -> None:
     """Runs a conversion in a separate process, so that all of its memory is freed when it ends."""
     command = [sys.executable, "-m", "tokenbus.worker.convert.process"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=child_environment()) as process:
         assert process.stdin is not None
         assert process.stdout is not None
         try:

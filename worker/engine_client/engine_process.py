@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import dataclasses
-import os
 import signal
 import socket
 import sys
@@ -12,6 +11,7 @@ from functools import partial
 from types import MappingProxyType
 
 from tokenbus.protocol import tasks
+from tokenbus.protocol.process.child_environment import child_environment
 from tokenbus.worker.contract.engine_errors import ModelError, ModelTooLargeError
 from tokenbus.worker.contract.engine_settings import EngineSettings
 from tokenbus.worker.engine.process import ipc
@@ -231,7 +231,7 @@ async def _start(variables: Mapping[str, str]) -> _Running:
             stdin=asyncio.subprocess.DEVNULL,
             # Ctrl-C must reach the frontend only, which then drains
             start_new_session=True,
-            env={_MALLOC: "glibc.malloc.hugetlb=1"} | os.environ | dict(variables),
+            env={_MALLOC: "glibc.malloc.hugetlb=1"} | child_environment(**variables),
         )
     except BaseException:
         ours.close()

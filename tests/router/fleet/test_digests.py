@@ -94,17 +94,14 @@ def test_a_lost_worker_is_shown_until_it_is_back_or_ten_minutes_have_passed() ->
         return [f"{view.sheet.worker_id} {view.numbers.state}" for view in picture.workers()]
 
     for name in ("a", "b"):
-        worker = known(fleet, name)
-        fleet.end_lease(worker)
-        fleet.remove(worker.card)
+        fleet.give_up(known(fleet, name))
     assert states() == ["a lost", "b lost", "c ready"]
-    one, other = fleet.lost_workers(sender.now)
+    one, other = fleet.lost.all(sender.now)
     one.has_successor = other.has_successor = True
     assert states() == ["a loading", "b loading", "c ready"]
     fleet.apply_card(card("b", epoch="200-b"), 1.0)
     assert states() == ["a loading", "b ready", "c ready"]
     sender.now = 700.0
-    fleet.sweep(sender.now)
     assert states() == ["b ready", "c ready"]
 
 

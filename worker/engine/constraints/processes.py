@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 import structlog
 
+from tokenbus.protocol.process.child_environment import child_environment
 from tokenbus.worker.contract import engine_request
 from tokenbus.worker.engine.constraints import messages
 from tokenbus.worker.engine.constraints.compiler import Encode, ModelTokens
@@ -119,7 +120,7 @@ class Nursery:
                 [sys.executable, "-m", "tokenbus.worker.engine.constraints.nursery", str(theirs.fileno())],
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
-                env=os.environ | _VARIABLES,
+                env=child_environment(**_VARIABLES),
             )
         self._process = ConstraintProcess(ours, tokens.encode)
         self._process.send(messages.Setup(list(tokens.token_bytes), tuple(tokens.end_token_ids)))
