@@ -258,7 +258,18 @@ class WireClient:
 
     async def models_page(self, asked: messages.ModelsRequest, timeout_s: float = 5.0) -> messages.ModelsReply:
         """Returns a page of the models being served; a router of an earlier version returns everything that fits into
-        a message. Raises RequestError."""
+        a message. Asks again if the router is asked too much. Raises RequestError."""
+        until = time.monotonic() + timeout_s
+        while True:
+            try:
+                return await self._models_page(asked, timeout_s)
+            except errors.RequestError as refusal:
+                wait_s = (refusal.error.retry_after_ms or 0.0) / 1e3
+                if refusal.error.code is not errors.Code.OVERLOADED or time.monotonic() + wait_s >= until:
+                    raise
+                await asyncio.sleep(wait_s)
+
+    async def _models_page(self, asked: messages.ModelsRequest, timeout_s: float) -> messages.ModelsReply:
         if asked.model is None and asked.after is None and asked.limit is None:
             asked = codec.replace(asked, limit=_PAGE_WORKERS)
         payload = codec.encode(asked, self._encoding)

@@ -23,6 +23,7 @@ from tokenbus.protocol.parts.receiver import PartsReceiver
 from tokenbus.protocol.wire import codec, errors, messages, subjects
 from tokenbus.protocol.wire.checks import validation
 from tokenbus.router.access import key_checks
+from tokenbus.router.access.inquiries import Inquiries, caller_of
 from tokenbus.router.access.key_checks import KeyChecks
 from tokenbus.router.fleet.model_part import ModelPart
 from tokenbus.router.requests.calls.client_calls import Call, CallKind, ClientCalls
@@ -75,6 +76,7 @@ class Intake:
         ends: RequestEnds,
     ) -> None:
         self._traces = traces
+        self._inquiries = Inquiries()
         self._ends = ends
         self._keys = keys
         self._part = part
@@ -264,27 +266,11 @@ class Intake:
         self._tell_refused(kind.operation, message, request_id, error)
 
     def _on_models(self, message: Msg) -> None:
-        if not self._may_answer(message):
-            return
-        try:
-            tenant, key_id = self._names.parse_models(message.subject)
-        except ValueError:
-            return
-        encoding = codec.Encoding.JSON
-        try:
-            asked = messages.ModelsRequest()
-            if message.data:
-                encoding = codec.encoding_of(message.headers)
-                asked = _listings.decode(message.data, encoding)
-            else:  # this was never refused
-                with contextlib.suppress(codec.MediaTypeError):
-                    encoding = codec.encoding_of(message.headers)
-            self._find_key(subjects.ModelAddress("", tenant, key_id))
-            self._listing.answer(message.reply, asked, encoding, tenant)
-        except codec.MediaTypeError as problem:
-            self._listing.refuse(message.reply, encoding, errors.make_error(errors.Code.INVALID_REQUEST, str(problem)))
-        except errors.RequestError as problem:
-            self._listing.refuse(message.reply, encoding, problem.error)
+        def answer(encoding: codec.Encoding, who: subjects.ModelAddress, key: KeyRecord | None) -> None:
+            asked = _listings.decode(message.data, encoding) if message.data else messages.ModelsRequest()
+            self._listing.answer(message.reply, asked, encoding, who.tenant)
+
+        self._show(message, answer, self._listing.refuse, may_be_strange=not message.data)
 
     def _on_fleet(self, message: Msg) -> None:
         def answer(encoding: codec.Encoding, who: subjects.ModelAddress, key: KeyRecord | None) -> None:
@@ -308,23 +294,33 @@ class Intake:
         message: Msg,
         answer: Callable[[codec.Encoding, subjects.ModelAddress, KeyRecord | None], None],
         refuse: Callable[[str, codec.Encoding, errors.Error], None],
+        *,
+        may_be_strange: bool = False,
     ) -> None:
-        """Answers one who only looks, in the message's encoding and for its tenant."""
+        """Answers one who only looks, in the message's encoding and for its tenant. With `may_be_strange` a
+        Content-Type that is not known stands for JSON."""
         if not self._may_answer(message):
             return
         try:
             tenant, key_id = self._names.parse_models(message.subject)
         except ValueError:
             return
-        encoding = codec.Encoding.JSON
+        encoding, who, began_at = codec.Encoding.JSON, subjects.ModelAddress("", tenant, key_id), time.monotonic()
+        caller, is_refused = caller_of(who, message.reply), True
         try:
-            encoding = codec.encoding_of(message.headers)
-            who = subjects.ModelAddress("", tenant, key_id)
-            answer(encoding, who, self._find_key(who))
+            with contextlib.suppress(*([codec.MediaTypeError] if may_be_strange else [])):
+                encoding = codec.encoding_of(message.headers)
+            key = self._find_key(who)
+            self._inquiries.check(caller, began_at)
+            is_refused = False
+            answer(encoding, who, key)
         except codec.MediaTypeError as problem:
             refuse(message.reply, encoding, errors.make_error(errors.Code.INVALID_REQUEST, str(problem)))
         except errors.RequestError as problem:
             refuse(message.reply, encoding, problem.error)
+        finally:
+            if not is_refused:
+                self._inquiries.pay(caller, time.monotonic() - began_at, time.monotonic())
 
     def _pass_on(self, message: Msg) -> None:
         if not message.reply or self._is_inbox(message):
