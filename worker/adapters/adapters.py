@@ -9,6 +9,7 @@ import os
 import resource
 import stat
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,6 +20,7 @@ from tokenbus.protocol.wire.block_hash import Adapter
 from tokenbus.worker.contract import contract
 from tokenbus.worker.contract.engine_errors import ModelError
 from tokenbus.worker.engine_client.engine_process import EngineDiedError
+from tokenbus.worker.files.regular import on_thread, open_regular
 from tokenbus.worker.settings.adapter_settings import AdapterSettings
 
 _GGUF = b"GGUF"
@@ -31,12 +33,14 @@ class KeptAdapter:
     was overwritten. If too many files are open, or on systems other than Linux, the path is the one that was given."""
 
     def __init__(self, path: str) -> None:
+        """Raises ModelError for what is neither a regular file nor a folder. May wait for a file system."""
         self.path = path
-        self._fd: int | None = None
-        if Path("/proc/self/fd").is_dir():
-            self._fd = _open(path)
-        if self._fd is not None:
-            self.path = f"/proc/{os.getpid()}/fd/{self._fd}"
+        fd = open_regular(path, or_folder=True)
+        self._fd = fd if _is_to_keep(fd) else None
+        if self._fd is None:
+            os.close(fd)
+        else:
+            self.path = f"/proc/{os.getpid()}/fd/{fd}"
 
     def __repr__(self) -> str:
         return f"<KeptAdapter {self.path}>"
@@ -48,19 +52,15 @@ class KeptAdapter:
             self._fd = None
 
 
-def _open(path: str) -> int | None:
-    """Opens a folder or a GGUF file; any other file needs its name. Returns None for those, and if opening fails or
-    more than half of this process's descriptors would be in use."""
+def _is_to_keep(fd: int) -> bool:
+    """Whether a file is held open: a folder or a GGUF file, since any other file needs its name, unless more than half
+    of this process's descriptors would be in use."""
+    if not Path("/proc/self/fd").is_dir() or fd >= resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2:
+        return False
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        return stat.S_ISDIR(os.fstat(fd).st_mode) or os.pread(fd, len(_GGUF), 0) == _GGUF
     except OSError:
-        return None
-    is_folder = stat.S_ISDIR(os.fstat(fd).st_mode)
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
-    if fd < most and (is_folder or os.pread(fd, len(_GGUF), 0) == _GGUF):
-        return fd
-    os.close(fd)
-    return None
+        return False
 
 
 MAX_LOADED = 256
@@ -276,7 +276,10 @@ class Adapters:
 
 async def _load(engine: contract.Engine, settings: AdapterSettings) -> _Loaded:
     """Raises RequestError."""
-    kept = KeptAdapter(settings.path)
+    try:
+        kept = await on_thread(settings.path, partial(KeptAdapter, settings.path), KeptAdapter.close)
+    except ModelError as error:
+        raise errors.request_error(errors.Code.INVALID_REQUEST, str(error), param="adapter") from error
     try:
         return _Loaded(settings, await engine.load_adapter(settings.path), kept)
     except BaseException:

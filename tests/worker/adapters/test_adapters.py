@@ -121,7 +121,7 @@ async def test_a_run_never_goes_without_the_adapters_that_it_names(tmp_path: Pat
 
 
 async def test_the_first_engine_must_have_every_adapter_and_later_ones_what_is_left(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"--lora a: .*no adapter"):
+    with pytest.raises(ModelError, match=r"--lora a: .*No such file"):
         await opened(AdapterSettings("a", "/no/such/file"))
     one, two = file(tmp_path, "1", "one"), file(tmp_path, "2", "two")
     adapters, _, _ = await opened(AdapterSettings("a", one), AdapterSettings("b", two))
@@ -288,6 +288,18 @@ async def test_what_an_operator_loads_in_place_of_a_folder_s_adapter_outlives_th
     assert adapters.cards() == [messages.CardAdapter(name="a", digest="two")]
 
 
+async def test_a_pipe_is_no_adapter_and_holds_nothing_up(tmp_path: Path) -> None:
+    adapters, _engine, _ = await opened()
+    os.mkfifo(tmp_path / "pipe")
+    control = internal.Control(op="load_adapter", adapter="p", path=str(tmp_path / "pipe"))
+    reply = await adapters.carry_out(control)
+    assert reply.error is not None
+    assert reply.error.code is errors.Code.INVALID_REQUEST
+    assert reply.error.param == "adapter"
+    await adapters.load(AdapterSettings("a", str(file(tmp_path, "a.gguf", "one"))))
+    assert [card.name for card in adapters.cards()] == ["a"]
+
+
 async def test_an_operator_may_unload_a_folder_s_adapter_while_the_folder_does(tmp_path: Path) -> None:
     adapters, engine, _ = await opened()
     folder = AdapterFolder(tmp_path, None, adapters)
@@ -295,6 +307,8 @@ async def test_an_operator_may_unload_a_folder_s_adapter_while_the_folder_does(t
     for _ in range(2):
         await folder.look()
     remove(path)
+    (tmp_path / "elsewhere").mkdir()
+    other = str(file(tmp_path / "elsewhere", "b.gguf", "two"))
     loading, may_load = asyncio.Event(), asyncio.Event()
 
     async def load_adapter(path: str) -> str:
@@ -304,7 +318,7 @@ async def test_an_operator_may_unload_a_folder_s_adapter_while_the_folder_does(t
 
     engine.load_adapter = load_adapter  # type: ignore[method-assign]
     async with asyncio.TaskGroup() as group:
-        group.create_task(adapters.load(AdapterSettings("b", "b")))  # both wait for it
+        group.create_task(adapters.load(AdapterSettings("b", other)))  # both wait for it
         await loading.wait()
         group.create_task(adapters.unload("a"))
         looking = group.create_task(folder.look())

@@ -13,6 +13,7 @@ from tokenbus.worker.contract.engine_errors import ModelError
 from tokenbus.worker.engine.device import non_finite
 from tokenbus.worker.files import gguf_metadata, number_types
 from tokenbus.worker.files.gguf_metadata import Metadata, TensorInfo
+from tokenbus.worker.files.regular import MAX_ADAPTER_BYTES, read_regular
 
 _A, _B = ".lora_a", ".lora_b"
 _TYPES = {kind.ggml: kind for kind in (number_types.F32, number_types.F16, number_types.Q8_0, number_types.BF16)}
@@ -40,10 +41,7 @@ def read(path: Path, architecture: str, base: Mapping[str, TensorInfo]) -> GgufA
     LoRA adapter for the model with these tensors."""
     if path.is_dir():
         raise ModelError(f"{path}: is a folder, as PEFT writes it; convert it with convert_lora_to_gguf")
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise ModelError(f"{path}: can't be read: {error.strerror}") from error
+    data = read_regular(path, MAX_ADAPTER_BYTES)
     check(path, data, architecture, base)
     return GgufAdapterFile(hashlib.blake2b(data, digest_size=16).hexdigest(), data)
 

@@ -25,6 +25,7 @@ from tokenbus.worker.engine.onnx.model import OnnxModel
 from tokenbus.worker.engine.onnx.session import NO_ADAPTERS, AdapterInputs
 from tokenbus.worker.files import gguf_metadata
 from tokenbus.worker.files.gguf_metadata import TensorInfo
+from tokenbus.worker.files.regular import MAX_ADAPTER_BYTES, MAX_CONFIG_BYTES, read_regular
 
 _GGUF = b"GGUF"
 _F32, _F16, _Q8_0, _BF16 = 0, 1, 8, 30
@@ -59,12 +60,12 @@ def read(path: Path, base: Base) -> OnnxAdapterFile:
     """Reads each file once, since it may be replaced at any time. Raises ModelError, naming the problem, unless they
     are a LoRA adapter for the model."""
     weights = path / _WEIGHTS if path.is_dir() else path
-    data = _contents(weights)
+    data = read_regular(weights, MAX_ADAPTER_BYTES)
     if data[: len(_GGUF)] == _GGUF:
         return OnnxAdapterFile(_digest(data), _checked(path, _gguf_changes(path, data, base)))
     if weights.suffix != _SUFFIX:
         raise ModelError(f"{path}: is not a LoRA adapter; pass a PEFT folder with {_WEIGHTS}, or a GGUF")
-    config = _contents(weights.with_name(_CONFIG))
+    config = read_regular(weights.with_name(_CONFIG), MAX_CONFIG_BYTES)
     changes = _peft_changes(weights, data, config)
     _check(path, changes, base)
     return OnnxAdapterFile(_digest(data, config), _checked(path, changes))
@@ -80,13 +81,6 @@ def _checked(path: Path, changes: Mapping[Place, Change]) -> Mapping[Place, Chan
                     "infinity): train or convert the adapter again"
                 )
     return changes
-
-
-def _contents(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise ModelError(f"{path}: can't be read: {error.strerror}") from error
 
 
 def _digest(data: bytes, config: bytes = b"") -> str:
