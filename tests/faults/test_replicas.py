@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from tests.support import broken_models
 from tests.support.exact_client import cards, until_idle, until_ready
 from tests.support.raw_client import PREFIX, RawClient, check_stream
 from tests.support.system import System
@@ -166,6 +167,28 @@ async def test_a_load_that_can_not_be_done_says_why_and_disturbs_nobody(system: 
         while len(await cards(bare)) > 1:
             await asyncio.sleep(0.05)
     assert (await bare.ask({"prompt": "12 + 30 =", "max_tokens": 3, "temperature": 0})).text == " 42"
+
+
+async def test_a_model_on_which_the_engine_dies_is_refused_and_ends_no_neighbour_s_engine(
+    system: System, tmp_path: Path
+) -> None:
+    system.router("router")
+    system.worker("worker")
+    bare = await system.connect()
+    (card,) = await until_ready(bare, 1)
+    running = await bare.generate(LONG | {"max_tokens": 400})
+    await running.until(3)
+    broken = (broken_models.NO_BLOCKS, broken_models.NAN, broken_models.NEGATIVE)
+    for number, (key, value) in enumerate(broken):
+        path = broken_models.with_value(tmp_path / f"{number}.gguf", key, value)
+        told = await control(bare, card, op="load", model=str(path))
+        assert not told[-1]["ok"], key
+        assert told[-1]["error"]["code"] == "invalid_request", told
+    assert (await running.terminal())["usage"]["completion_tokens"] == 400
+    assert running.terminals[0]["attempt"] == 1, "its engine has not ended"
+    assert not system.logged("worker", "engine_died")
+    (after,) = await until_ready(bare, 1)
+    assert after["pids"]["engine"] == card["pids"]["engine"]
 
 
 async def test_a_budget_below_one_request_stops_the_worker_in_one_line(system: System) -> None:

@@ -8,6 +8,7 @@ from tokenbus import demo
 
 NO_BLOCKS = ("llama.block_count", struct.pack("<I", 0))
 TOO_MANY_BLOCKS = ("llama.block_count", struct.pack("<I", 1_000))
+NEGATIVE = ("llama.attention.layer_norm_rms_epsilon", struct.pack("<f", -1.0))
 NAN = ("llama.attention.layer_norm_rms_epsilon", struct.pack("<f", math.nan))
 
 

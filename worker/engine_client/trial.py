@@ -1,0 +1,84 @@
+"""Tries a model out in a process of its own, before it joins the engine process that others' streams depend on.
+
+An engine library trusts a model's file more than it should: on some files it ends its process, while it loads them or
+in their first step. Replicas share an engine process, since that is how they share weights and KV memory, so such a
+file would end the streams of every neighbour, again and again. Here it ends a process that nobody depends on, and the
+model is refused with what happened. What has been tried out is loaded a second time, from the system's file cache."""
+
+import asyncio
+import os
+from collections.abc import Mapping
+
+import msgspec
+
+from tokenbus.protocol.wire import block_hash
+from tokenbus.worker.contract.engine_errors import ModelError, ModelTooLargeError
+from tokenbus.worker.contract.engine_request import Sampling
+from tokenbus.worker.contract.engine_settings import EngineSettings
+from tokenbus.worker.engine.process import ipc
+from tokenbus.worker.engine_client.engine_process import EngineConnection, EngineDiedError, EngineProcess
+
+TIMEOUT_S = 600.0
+"""Time for a model to be loaded and to compute a step."""
+_MAX_CONTEXT_LENGTH = 512
+_PROMPT = block_hash.pack_token_ids([0, 1, 2, 3])
+
+Tried = tuple[str, tuple[tuple[int, int], ...]]
+
+
+def names_of(settings: EngineSettings) -> Tried:
+    """Names a model's files as they are now: one that was tried out need not be tried out again."""
+    paths = [settings.model, *settings.files.values()]
+    found = [os.stat(path) for path in paths if os.path.exists(path)]
+    return settings.model, tuple((one.st_size, one.st_mtime_ns) for one in found)
+
+
+async def try_out(settings: EngineSettings, variables: Mapping[str, str], timeout_s: float = TIMEOUT_S) -> None:
+    """Loads a model and computes a step. Raises ModelError, naming the problem, for a model that can't be loaded, or
+    on which the engine ends or hangs. One that finds no memory beside the others passes: that is for them to decide."""
+    process, stepped = EngineProcess(variables), asyncio.get_running_loop().create_future()
+
+    def take(report: ipc.Report) -> None:
+        if isinstance(report, ipc.StepReport) and report.outputs and not stepped.done():
+            stepped.set_result(None)
+
+    def lost() -> None:
+        if not stepped.done():
+            stepped.set_exception(EngineDiedError("its first step"))
+
+    try:
+        async with asyncio.timeout(timeout_s):
+            link = await process.open(_small(settings))
+            connection = EngineConnection(link, take, lost)
+            config = (await connection.open()).config
+            if config.max_num_seqs > 0 and config.context_length > len(_PROMPT):
+                add = ipc.Add(0, _PROMPT, Sampling(max_tokens=1, ignore_eos=True))
+                connection.write(ipc.encode(add))
+                await stepped
+    except ModelTooLargeError:
+        return
+    except EngineDiedError as error:
+        raise ModelError(f"the engine ended while it loaded the model or computed its first step: {error}") from error
+    except TimeoutError as error:
+        raise ModelError(f"the model was not loaded within {timeout_s:g} s") from error
+    finally:
+        stepped.cancel()
+        process.kill()
+
+
+def _small(settings: EngineSettings) -> EngineSettings:
+    """Returns settings for a replica that takes little memory beside its weights."""
+    most = settings.context_length or _MAX_CONTEXT_LENGTH
+    return msgspec.structs.replace(
+        settings,
+        context_length=min(most, _MAX_CONTEXT_LENGTH),
+        max_num_seqs=1,
+        kv_tokens=0,
+        kv_limit_bytes=0,
+        kv_pool_bytes=0,
+        kv_reserved_bytes=0,
+        memory_parts=1,
+        memory_kept_bytes=0,
+        host_cache_mib=0,
+        keep_cache="",
+    )
