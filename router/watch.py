@@ -206,6 +206,8 @@ class FleetWatch:
         if update.refused is not None:
             self._log.error("card_refused", worker_id=card.worker_id, model=card.model, error=update.refused)
             return
+        if known is None or known.card.epoch != card.epoch:
+            self._recovery.note_fences(card)
         if known is None or known.state is not card.state or update.lost:
             self._log.info("worker_state_changed", worker_id=card.worker_id, model=card.model, state=card.state)
         self._recovery.apply(update, address)

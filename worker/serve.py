@@ -22,8 +22,8 @@ from tokenbus.protocol.wire import errors, internal, subjects
 from tokenbus.worker.broker.lifeline import Lifeline
 from tokenbus.worker.contract.engine_errors import ModelError
 from tokenbus.worker.contract.engine_settings import EngineSettings, check_choices
-from tokenbus.worker.engine_client import trial
 from tokenbus.worker.engine_client.engine_process import EngineProcess
+from tokenbus.worker.engine_client.trial import Trials
 from tokenbus.worker.files.model_files import is_hub_name
 from tokenbus.worker.models import registry
 from tokenbus.worker.on_demand import model_sizes
@@ -36,8 +36,6 @@ from tokenbus.worker.telemetry.metrics import WorkerMetrics
 _MAX_REPLICAS = 64
 _MAX_MODEL_CHARS = 4_096
 _PROGRESS_INTERVAL_S = 0.5
-_MAX_TRIED = 256
-"""Models whose names are remembered."""
 _LEAST_PROGRESS = 0.001
 _MAX_PULLS = 2
 """Each takes a thread of those that measure models too."""
@@ -75,8 +73,7 @@ class WorkerProcess:
         self._kv_budget_bytes = settings.kv_budget_bytes
         """The engine process's budget, which later settings do not change."""
         self._process = EngineProcess(settings.log.variables())
-        self._tried: set[trial.Tried] = set()
-        """The files of models that a process of their own has loaded and computed a step with."""
+        self._trials = Trials(settings.log.variables())
         self._metrics = WorkerMetrics()
         self._name = settings.worker_id or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
         outgoing, incoming = (Connection(settings.broker, f"worker {self._name}{of}") for of in ("", " incoming"))
@@ -291,7 +288,8 @@ class WorkerProcess:
         added: list[Replica] = []
         async with self._starting:
             try:
-                await self._try_out(model, on_progress)
+                note = partial(on_progress, internal.ControlReply(ok=True, progress=_LEAST_PROGRESS))
+                await self._trials.run(self._on_demand.sized(model), note)
                 for number in range(model.replicas):
                     num_bytes = await self._on_demand.take(model)
                     try:
@@ -315,23 +313,6 @@ class WorkerProcess:
             on_progress(internal.ControlReply(ok=False, error=gone))
             return
         on_progress(internal.ControlReply(ok=True, progress=1.0, worker_ids=[replica.worker_id for replica in added]))
-
-    async def _try_out(self, model: ModelToServe, on_progress: OnProgress) -> None:
-        """Tries out a model that is loaded beside running streams, unless the same files have been. Raises
-        ModelError."""
-        engine = self._on_demand.sized(model)
-        if (tried := trial.names_of(engine)) in self._tried:
-            return
-        trying = tasks.awaited(trial.try_out(engine, self._settings.log.variables()))
-        try:
-            while not (await asyncio.wait([trying], timeout=_PROGRESS_INTERVAL_S))[0]:
-                on_progress(internal.ControlReply(ok=True, progress=_LEAST_PROGRESS))
-            trying.result()
-        finally:
-            trying.cancel()
-        if len(self._tried) >= _MAX_TRIED:
-            self._tried.clear()
-        self._tried.add(tried)
 
     def _add_replica(self, model: ModelToServe, coming: int, coming_weights: int = 0) -> Replica:
         """Starts a replica with an equal share of the memory that it and the other `coming` - 1 may still take, minus

@@ -20,6 +20,7 @@ from tokenbus.client.wire.choices import Answers, ChoiceBatch, Choices
 from tokenbus.client.wire.chunk_stream import ChunkStream
 from tokenbus.client.wire.fleet_viewer import FleetViewer
 from tokenbus.client.wire.inbox import Inbox
+from tokenbus.client.wire.overload import ask_again
 from tokenbus.client.wire.request_fields import GenerateFields
 from tokenbus.client.wire.trace_reader import TraceReader, Traces
 from tokenbus.client.wire.worker_commands import OperatorCommands, WorkerReply
@@ -259,23 +260,13 @@ class WireClient:
     async def models_page(self, asked: messages.ModelsRequest, timeout_s: float = 5.0) -> messages.ModelsReply:
         """Returns a page of the models being served; a router of an earlier version returns everything that fits into
         a message. Asks again if the router is asked too much. Raises RequestError."""
-        until = time.monotonic() + timeout_s
-        while True:
-            try:
-                return await self._models_page(asked, timeout_s)
-            except errors.RequestError as refusal:
-                wait_s = (refusal.error.retry_after_ms or 0.0) / 1e3
-                if refusal.error.code is not errors.Code.OVERLOADED or time.monotonic() + wait_s >= until:
-                    raise
-                await asyncio.sleep(wait_s)
+        return await ask_again(lambda: self._models_page(asked, timeout_s), timeout_s)
 
     async def _models_page(self, asked: messages.ModelsRequest, timeout_s: float) -> messages.ModelsReply:
         if asked.model is None and asked.after is None and asked.limit is None:
             asked = codec.replace(asked, limit=_PAGE_WORKERS)
-        payload = codec.encode(asked, self._encoding)
-        page = self._read(
-            _models, await self._request(self._names.models_for(self._tenant, self._key_id), payload, timeout_s)
-        )
+        subject = self._names.models_for(self._tenant, self._key_id)
+        page = self._read(_models, await self._request(subject, codec.encode(asked, self._encoding), timeout_s))
         if page.error is not UNSET:
             raise errors.RequestError(page.error)
         return page

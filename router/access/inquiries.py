@@ -29,7 +29,7 @@ _INBOX_TOKENS = 2
 
 
 class _Account:
-    """What is owed, which shrinks by a share of the time that passes."""
+    """A debt of computing time, which shrinks by a share of the time that passes."""
 
     __slots__ = ("_at", "_burst_s", "_owed_s", "_share")
 

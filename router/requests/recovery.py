@@ -17,7 +17,7 @@ from tokenbus.router.requests.flights.flight import Flight, Flights
 from tokenbus.router.requests.lifecycle import RequestLifecycle
 from tokenbus.router.telemetry.metrics import RouterMetrics
 from tokenbus.router.workers.event_log import AppliedSnapshot
-from tokenbus.router.workers.worker import Worker
+from tokenbus.router.workers.worker import Worker, incarnation_key
 
 _KNOWN_BYTES = 16
 """Bytes that a snapshot request takes for each request that it names, in addition to its key."""
@@ -67,6 +67,13 @@ class Recovery:
         if update.left:
             for flight in self._flights.accepted_by(address):
                 self._lifecycle.forget(flight, BY_WORKER)
+
+    def note_fences(self, card: messages.Card) -> None:
+        """Takes back that workers have died which had only fenced themselves, as the card of their next epoch says."""
+        ended = [one for one in (card.previous, *card.earlier) if one is not None]
+        for flight in self._flights.all() if ended else ():
+            for one in ended:
+                flight.completion.has_fenced(incarnation_key(card.address, one.epoch))
 
     def recover(self, lost: Worker, *, is_certain: bool) -> None:
         """Continues a lost worker's requests elsewhere. If the loss is not certain, each run is revoked first."""

@@ -140,9 +140,9 @@ def test_a_stream_that_no_worker_continues_within_a_minute_is_lost(one: System) 
     one.world.run(1.0)
     dead = one.frontends[0]
     kill(dead.process, dead.bus, dead.incoming)
-    one.world.run(61.0)
+    one.world.run(59.5)
     assert one.client.open()
-    one.world.run(3.0)
+    one.world.run(4.5)
     (asked,) = one.client.asked
     asked.check()
     assert asked.terminal is not None

@@ -7,10 +7,11 @@ model is refused with what happened. What has been tried out is loaded a second 
 
 import asyncio
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import msgspec
 
+from tokenbus.protocol import tasks
 from tokenbus.protocol.wire import block_hash
 from tokenbus.worker.contract.engine_errors import ModelError, ModelTooLargeError
 from tokenbus.worker.contract.engine_request import Sampling
@@ -23,11 +24,41 @@ TIMEOUT_S = 600.0
 _MAX_CONTEXT_LENGTH = 512
 _PROMPT = block_hash.pack_token_ids([0, 1, 2, 3])
 
-Tried = tuple[str, tuple[tuple[int, int], ...]]
+_NOTE_INTERVAL_S = 0.5
+_MAX_TRIED = 256
+_Files = tuple[str, tuple[tuple[int, int], ...]]
 
 
-def names_of(settings: EngineSettings) -> Tried:
-    """Names a model's files as they are now: one that was tried out need not be tried out again."""
+class Trials:
+    """Tries models out, each once."""
+
+    def __init__(self, variables: Mapping[str, str]) -> None:
+        """`variables` are added to the environment of the processes."""
+        self._variables = variables
+        self._tried: set[_Files] = set()
+
+    def __repr__(self) -> str:
+        return f"<Trials of {len(self._tried)} models>"
+
+    async def run(self, settings: EngineSettings, note: Callable[[], None]) -> None:
+        """Tries a model out, unless the same files have been; `note` is called twice a second meanwhile. Raises
+        ModelError."""
+        if (files := _files_of(settings)) in self._tried:
+            return
+        trying = tasks.awaited(try_out(settings, self._variables))
+        try:
+            while not (await asyncio.wait([trying], timeout=_NOTE_INTERVAL_S))[0]:
+                note()
+            trying.result()
+        finally:
+            trying.cancel()
+        if len(self._tried) >= _MAX_TRIED:
+            self._tried.clear()
+        self._tried.add(files)
+
+
+def _files_of(settings: EngineSettings) -> _Files:
+    """Names a model's files as they are now."""
     paths = [settings.model, *settings.files.values()]
     found = [os.stat(path) for path in paths if os.path.exists(path)]
     return settings.model, tuple((one.st_size, one.st_mtime_ns) for one in found)

@@ -91,6 +91,10 @@ class PartialCompletion:
         """Records that a worker that counted as lost was only out of reach."""
         self._losses = [one for one in self._losses if one[1] != incarnation]
 
+    def has_fenced(self, incarnation: str) -> None:
+        """Records that a worker that counted as dead had only fenced itself."""
+        self._losses = [(at, name, died and name != incarnation) for at, name, died in self._losses]
+
     def resume_from(self, elapsed_ms: float) -> internal.RunResume | None:
         """Returns what the next worker needs; None before the first token.
 

@@ -105,14 +105,14 @@ def process_ids() -> set[int]:
             environment, command = (path / "environ").read_bytes(), (path / "cmdline").read_bytes()
         except OSError:
             continue
-        if b"constraints.nursery" in command and f"TOKENBUS_TEST_MARK={os.getpid()}".encode() in environment:
+        if b"constraints.nursery" in command and f"MARK_OF_A_TEST={os.getpid()}".encode() in environment:
             found.add(int(path.name))
     return found
 
 
 @pytest.fixture(autouse=True)
 def marked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TOKENBUS_TEST_MARK", str(os.getpid()))
+    monkeypatch.setenv("MARK_OF_A_TEST", str(os.getpid()))
 
 
 def until(is_true: Callable[[], bool]) -> None:
