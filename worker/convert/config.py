@@ -101,6 +101,17 @@ class SafetensorsConfig(model_config.ModelSizes, frozen=True):
         return min(self.max_position_embeddings, self.window or self.max_position_embeddings)
 
 
+_MOST = {
+    "num_hidden_layers": 4_096,
+    "num_experts": 16_384,
+    "num_local_experts": 16_384,
+    "num_attention_heads": 65_536,
+    "hidden_size": 1 << 20,
+    "vocab_size": 1 << 24,
+}
+"""Numbers many times as large as any model has: the tensors of a larger one would be listed for a very long time."""
+
+
 def read(path: Path | None, where: Path) -> SafetensorsConfig:
     """Raises ModelError if there is no such file, or if a conversion would be impossible or inexact."""
     if path is None:
@@ -109,6 +120,9 @@ def read(path: Path | None, where: Path) -> SafetensorsConfig:
     for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "max_position_embeddings"):
         if getattr(config, name) < 1:
             raise ModelError(f"{path}: {name} must be at least 1, got {getattr(config, name)}; correct it")
+    for name, most in _MOST.items():  # before anything is made for each of them
+        if getattr(config, name) > most:
+            raise ModelError(f"{path}: {name} must be at most {most:,}, got {getattr(config, name):,}; correct it")
     if config.quantization_config is not None:
         method = config.quantization_config.get("quant_method", "an unknown method")
         raise ModelError(f"{path}: the weights are quantized by {method}; fetch the unquantized ones, or a GGUF")

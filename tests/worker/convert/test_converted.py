@@ -176,6 +176,8 @@ def test_several_processes_that_want_a_model_wait_for_one_conversion(folder: Pat
         ({"hidden_size": 256}, r"has the shape \[640, 128\], by its config.json it is \[640, 256\]"),
         ({"num_attention_heads": 3}, "make no model"),
         ({"vocab_size": 0}, "vocab_size must be at least 1, got 0"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers must be at most 4,096, got 1,000,000,000"),
+        ({"vocab_size": 10**9}, "vocab_size must be at most 16,777,216, got 1,000,000,000"),
         ({"vocab_size": "many"}, "config.json"),
         ({"tie_word_embeddings": False}, "the tensor lm_head.weight is missing"),
     ],
