@@ -171,7 +171,10 @@ class FleetWatch:
             self._confirming = None
         for lost in self._fleet.expire_leases(now):
             self._note_lost(lost, "silent")
-            self._recovery.recover(lost, is_certain=False)
+            try:
+                self._recovery.recover(lost, is_certain=False)
+            except Exception:  # a bug of ours with one worker must not keep the streams of the others waiting
+                self._log.exception("task_failed", task="recover a lost worker")
 
     def _give_up(self, gone: Worker) -> None:
         """Gives up a worker whose process is gone, after everything that it has sent was read."""

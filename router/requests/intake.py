@@ -219,6 +219,9 @@ class Intake:
             self._refuse(message, encoding, "", errors.make_error(errors.Code.INVALID_REQUEST, str(error)))
         except errors.RequestError as error:
             self._refuse(message, encoding, request_id or _read_id(message, encoding), error.error)
+        except Exception:  # a bug of ours, which is logged further out: the client must not wait for ever
+            self._refuse(message, encoding, request_id, errors.make_error(errors.Code.INTERNAL))
+            raise
 
     def _start_later(self, flight: Flight, message: Msg) -> None:
         def try_again() -> None:
@@ -262,6 +265,9 @@ class Intake:
         except errors.RequestError as problem:
             error = problem.error
             request_id = request_id or _read_id(message, encoding)
+        except Exception:  # as above
+            self._calls.refuse(kind, message.reply, encoding, request_id, errors.make_error(errors.Code.INTERNAL))
+            raise
         self._calls.refuse(kind, message.reply, encoding, request_id, error)
         self._tell_refused(kind.operation, message, request_id, error)
 
@@ -318,6 +324,9 @@ class Intake:
             refuse(message.reply, encoding, errors.make_error(errors.Code.INVALID_REQUEST, str(problem)))
         except errors.RequestError as problem:
             refuse(message.reply, encoding, problem.error)
+        except Exception:  # as above
+            refuse(message.reply, encoding, errors.make_error(errors.Code.INTERNAL))
+            raise
         finally:
             if not is_refused:
                 self._inquiries.pay(caller, time.monotonic() - began_at, time.monotonic())

@@ -104,9 +104,9 @@ class RequestLifecycle:
         if ticket is not None:
             flight.ticket, flight.rate_limits = ticket, told
         self._flights.add(flight, num_bytes)
-        self._terminals.drop(flight.key)
-        self._telemetry.received(flight, headers)
         try:
+            self._terminals.drop(flight.key)
+            self._telemetry.received(flight, headers)
             if ticket is None:
                 self._spawn(flight, functools.partial(self._charge_and_prepare, flight, num_prompt))
             else:

@@ -223,6 +223,33 @@ async def test_a_bug_while_it_is_placed_ends_it_in_internal(testbed: Testbed, mo
     assert len(testbed.router.flights) == 0
 
 
+async def test_a_bug_while_it_is_read_leaves_its_client_a_terminal(
+    testbed: Testbed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(testbed.router._intake._models, "with_adapter", lambda address: 1 / 0)
+    with pytest.raises(ZeroDivisionError):  # which the connection logs
+        testbed.ask()
+    (terminal,) = testbed.terminals()
+    assert terminal.error
+    assert (terminal.id, terminal.error.code) == ("a", errors.Code.INTERNAL)
+    assert len(testbed.router.flights) == 0
+
+
+async def test_who_asks_for_traces_without_end_is_told_when_to_ask_again(testbed: Testbed) -> None:
+    def ask(reply: str) -> messages.TraceReply:
+        testbed.broker.deliver(NAMES.trace[0], NAMES.trace[0], b"", reply)
+        (sent,) = (one for one in testbed.broker.take() if one.subject == reply)
+        return codec.Decoder(messages.TraceReply).decode(sent.payload, codec.Encoding.JSON)
+
+    for number in range(20_000):
+        if (answer := ask(f"_INBOX.greedy.{number}")).error is not msgspec.UNSET:
+            break
+    assert answer.error is not msgspec.UNSET
+    assert answer.error.code is errors.Code.OVERLOADED
+    assert answer.error.retry_after_ms
+    assert ask("_INBOX.another.1").error is msgspec.UNSET, "another connection has an account of its own"
+
+
 async def test_a_bug_while_its_accept_is_read_ends_it_in_internal(
     testbed: Testbed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
