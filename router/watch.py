@@ -211,6 +211,8 @@ class FleetWatch:
             return
         if known is None or known.card.epoch != card.epoch:
             self._recovery.note_fences(card)
+            if (announced := self._fleet.find_worker(address)) is not None:
+                self._witness.meet(announced)
         if known is None or known.state is not card.state or update.lost:
             self._log.info("worker_state_changed", worker_id=card.worker_id, model=card.model, state=card.state)
         self._recovery.apply(update, address)

@@ -13,13 +13,17 @@ looks at the other's, and the broker sees both:
 
 Whoever comes second finds the other's flag. The router's stays up for as long as the process could come back.
 
+Where a broker's answers do not tell of a worker that is there, they tell nothing of one that is not: so a router asks
+about each worker once when it announces itself.
+
 A broker knows the subscriptions at other brokers of its cluster only while they are connected. A worker at another
 broker is given up only if something was heard from there between two such answers. Workers of other clusters, of
 earlier versions, and those whose machine is gone with its connections still open are lost when their lease expires."""
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
 
 from nats.aio.msg import Msg
 
@@ -36,6 +40,8 @@ _ASK_AGAIN_S = 0.1
 _PATIENCE_S = 0.1
 """Time for the broker's answer; if there is none, somebody hears the subject."""
 
+_SURE_PATIENCE_S = 0.3
+_MAKE_SURE_AGAIN_S = 10.0
 _LOOK_AGAIN_S = 1.0
 _MAX_LOOKED_FOR = 32
 """Lost workers whose successors are looked for at a time."""
@@ -96,12 +102,22 @@ class BrokerWitness:
             return
         for address in self._busy():
             worker = self._fleet.find_worker(address)
-            if worker is None or not _is_quiet(worker, now) or not self._may_prove(worker):
+            if worker is None or worker.incarnation in self._asking or not self._may_prove(worker):
                 continue
-            if worker.incarnation not in self._asking:
-                task = tasks.background("ask the broker about a worker", self._examine(worker))
-                self._asking[worker.incarnation] = task
-                task.add_done_callback(lambda _, name=worker.incarnation: self._asking.pop(name, None))  # type: ignore[misc]
+            if not worker.is_witnessed:
+                self.meet(worker)
+            elif _is_quiet(worker, now):
+                self._start(worker, self._examine(worker))
+
+    def meet(self, worker: Worker) -> None:
+        """Makes sure, once, that the broker tells of a worker that has announced itself."""
+        if self._is_permitted and self._may_prove(worker) and worker.incarnation not in self._asking:
+            self._start(worker, self._make_sure(worker))
+
+    def _start(self, worker: Worker, work: Coroutine[Any, Any, None]) -> None:
+        name = worker.incarnation
+        task = self._asking[name] = tasks.background("ask the broker about a worker", work)
+        task.add_done_callback(lambda _: self._asking.pop(name, None))
 
     async def _look_for(self, lost: Sequence[Worker]) -> None:
         """Finds out which lost workers have a successor that has not announced itself yet, since its model loads."""
@@ -118,6 +134,16 @@ class BrokerWitness:
         """Whether the broker's answers can prove anything: not of workers that don't say how they are connected."""
         card = worker.card
         return bool(card.process_run) and card.network == self._bus.network
+
+    async def _make_sure(self, worker: Worker) -> None:
+        """Finds out once, while a worker is heard of, whether the broker tells of its subscription: questions may not
+        get through to where the worker is, as between accounts of a broker."""
+        signs = worker.num_signs
+        is_absent = await self._is_absent(worker, _SURE_PATIENCE_S)
+        await asyncio.sleep(_ASK_AGAIN_S)
+        worker.is_witnessed = not is_absent and self._bus.is_connected
+        if is_absent and worker.num_signs != signs:
+            await asyncio.sleep(_MAKE_SURE_AGAIN_S)
 
     async def _examine(self, worker: Worker) -> None:
         if not await self._is_absent(worker):
@@ -151,12 +177,12 @@ class BrokerWitness:
             for one in workers
         )
 
-    async def _is_absent(self, worker: Worker) -> bool:
-        """Asks the broker whether a worker's process is connected."""
+    async def _is_absent(self, worker: Worker, patience_s: float = _PATIENCE_S) -> bool:
+        """Asks the broker whether nobody hears that a worker's process is connected."""
         card = worker.card
         subject = self._names.alive(card.model, card.worker_id, card.process_run)
         try:
-            await self._inbox.request(Outgoing(subject, b""), _PATIENCE_S)
+            await self._inbox.request(Outgoing(subject, b""), patience_s)
         except NoRespondersError:
             return True
         except (TimeoutError, ConnectionError):

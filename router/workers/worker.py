@@ -169,6 +169,8 @@ class Worker:
         """Keys of running requests whose blocks it should report as stored before they end."""
         self.num_unreported = 0
         """Keys of those that have ended since it last reported a stored block."""
+        self.is_witnessed = False
+        """Whether the broker has once told that its process is connected, and so can tell that it is not."""
         self.has_successor = False
         """Once lost: whether a process of its name is there, which has not announced itself yet."""
         self.settled_at = 0.0
