@@ -66,7 +66,7 @@ FAULTS = (
 )
 
 
-_SEED = 4
+_SEED = 5
 """One by which the worker that faults strike has the simple client's stream too, as the first test makes sure."""
 
 

@@ -67,15 +67,16 @@ def _files_of(settings: EngineSettings) -> _Files:
 async def try_out(settings: EngineSettings, variables: Mapping[str, str], timeout_s: float = TIMEOUT_S) -> None:
     """Loads a model and computes a step. Raises ModelError, naming the problem, for a model that can't be loaded, or
     on which the engine ends or hangs. One that finds no memory beside the others passes: that is for them to decide."""
-    process, stepped = EngineProcess(variables), asyncio.get_running_loop().create_future()
+    process = EngineProcess(variables)
+    stepped: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
 
     def take(report: ipc.Report) -> None:
         if isinstance(report, ipc.StepReport) and report.outputs and not stepped.done():
-            stepped.set_result(None)
+            stepped.set_result(True)
 
     def lost() -> None:
         if not stepped.done():
-            stepped.set_exception(EngineDiedError("its first step"))
+            stepped.set_result(False)
 
     try:
         async with asyncio.timeout(timeout_s):
@@ -85,7 +86,8 @@ async def try_out(settings: EngineSettings, variables: Mapping[str, str], timeou
             if config.max_num_seqs > 0 and config.context_length > len(_PROMPT):
                 add = ipc.Add(0, _PROMPT, Sampling(max_tokens=1, ignore_eos=True))
                 connection.write(ipc.encode(add))
-                await stepped
+                if not await stepped:
+                    raise EngineDiedError(await connection.close())
     except ModelTooLargeError:
         return
     except EngineDiedError as error:
