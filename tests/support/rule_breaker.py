@@ -13,7 +13,14 @@ from nats.aio.msg import Msg
 PREFIX = "tokenbus.v1"
 MODEL, WORKER = "breaker", "careless"
 
-_CARD = {"worker_id": WORKER, "model": MODEL, "state": "ready", "epoch": "yesterday", "context_length": 100}
+_CARD = {
+    "worker_id": WORKER,
+    "model": MODEL,
+    "state": "ready",
+    "epoch": "yesterday",
+    "context_length": 100,
+    "process_run": "unheard",
+}
 _MODELS = {
     "models": [{"model": MODEL, "context_length": 100, "features": "all", "workers": [_CARD]}],
     "limits": {"max_request_bytes": 10_000_000},
