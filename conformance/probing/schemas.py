@@ -177,9 +177,6 @@ SERVED: Schema = {
     "context_length": POSITIVE,
     "features": list_of(NAME),
     "adapters": optional(list_of(NAME)),
-    "process_run": optional(TEXT),
-    "broker": optional(TEXT),
-    "network": optional(TEXT),
     "loadable": optional(FLAG),
 }
 TOKENS: Schema = {

@@ -293,8 +293,6 @@ class Connection:
         if self._before_resume is None:
             self._resumed()
             return
-        if self._resuming is not None:
-            self._resuming.cancel()
         self._resuming = tasks.background("resume", self._resume(self._before_resume))
 
     async def _resume(self, before_resume: Callable[[], Awaitable[None]]) -> None:

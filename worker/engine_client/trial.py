@@ -8,6 +8,7 @@ model is refused with what happened. What has been tried out is loaded a second 
 import asyncio
 import os
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import msgspec
 
@@ -18,6 +19,7 @@ from tokenbus.worker.contract.engine_request import Sampling
 from tokenbus.worker.contract.engine_settings import EngineSettings
 from tokenbus.worker.engine.process import ipc
 from tokenbus.worker.engine_client.engine_process import EngineConnection, EngineDiedError, EngineProcess
+from tokenbus.worker.files.regular import on_thread
 
 TIMEOUT_S = 600.0
 """Time for a model to be loaded and to compute a step."""
@@ -43,7 +45,8 @@ class Trials:
     async def run(self, settings: EngineSettings, note: Callable[[], None]) -> None:
         """Tries a model out, unless the same files have been; `note` is called twice a second meanwhile. Raises
         ModelError."""
-        if (files := _files_of(settings)) in self._tried:
+        files = await on_thread(settings.model, partial(_files_of, settings), lambda _: None)
+        if files in self._tried:
             return
         trying = tasks.awaited(try_out(settings, self._variables))
         try:
