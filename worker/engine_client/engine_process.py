@@ -121,6 +121,14 @@ class EngineProcess:
         if self._running is not None:
             self._running.kill()
 
+    async def end(self) -> None:
+        """Kills the process if it runs, and returns once it is gone and its memory is free. One that the system can't
+        end, as it waits for a disk, is waited for a few seconds only."""
+        if self._running is not None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_CLOSE_TIMEOUT_S):
+                    await self._running.end()
+
     async def open(self, settings: EngineSettings, memory_fd: int | None = None) -> EngineLink:
         """Loads a replica, in a new process if none is running. `memory_fd` is a file for its copies of blocks.
 

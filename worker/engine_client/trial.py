@@ -99,7 +99,7 @@ async def try_out(settings: EngineSettings, variables: Mapping[str, str], timeou
         raise ModelError(f"the model was not loaded within {timeout_s:g} s") from error
     finally:
         stepped.cancel()
-        process.kill()
+        await process.end()
 
 
 def _small(settings: EngineSettings) -> EngineSettings:
