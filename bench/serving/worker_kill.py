@@ -1,0 +1,175 @@
+"""Measures how long plain streams pause when their worker is killed, and starts again under its own name or not at all.
+
+Run: .venv/bin/python -m bench.serving.worker_kill [--model FILE.gguf] [--workers 2] [--pairs 50] [WORKER FLAGS]
+
+A client that knows nothing of attempts reads a stream from each worker and only concatenates text. One worker gets
+SIGKILL; in the second run of a pair its successor starts at once under the same name, as supervisors do it, and loads
+while the others continue. The pause is the longest time between two messages with text from the kill on. A text with a
+hole or a repetition, or a stream that ends before its time, ends the measurement."""
+
+import asyncio
+import contextlib
+import itertools
+import statistics
+import subprocess
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import msgspec
+import nats
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+
+from bench import benchmark_model, flags, system
+from bench.paired import interleave, show
+from tokenbus.client.wire.wire_client import WireClient
+from tokenbus.protocol.wire import messages
+from tokenbus.protocol.wire.subjects import DEFAULT_PREFIX
+
+_AFTER = 8
+"""The messages with text that each stream must have after the kill."""
+_TIMEOUT_S = 120.0
+_serials = itertools.count()
+
+
+class _Stream:
+    """One stream as a plain client sees it."""
+
+    def __init__(self) -> None:
+        self.worker_id = ""
+        self.times: list[float] = []
+        self.changed = asyncio.Event()
+        self.error = ""
+        self._num_bytes = 0
+
+    async def take(self, message: Msg) -> None:
+        chunk = msgspec.json.decode(message.data, type=messages.Chunk)
+        self.worker_id = chunk.worker_id or self.worker_id
+        if chunk.text and chunk.text_offset != self._num_bytes:
+            self.error = f"{self._num_bytes} bytes were read, and the next text begins at {chunk.text_offset}"
+        if chunk.finish_reason is not None:
+            self.error = self.error or f"the stream ended: {chunk.finish_reason}, {chunk.error}"
+        if chunk.text:
+            self._num_bytes += len(chunk.text.encode())
+            self.times.append(time.perf_counter())
+        self.changed.set()
+
+    async def until(self, count: int) -> None:
+        """Waits until it has had this many messages with text."""
+        async with asyncio.timeout(_TIMEOUT_S):
+            while len(self.times) < count and not self.error:
+                self.changed.clear()
+                await self.changed.wait()
+        if self.error:
+            raise SystemExit(self.error)
+
+    def pause_s(self, killed_at: float) -> float:
+        before = max(at for at in self.times if at <= killed_at)
+        after = [before, *(at for at in self.times if at > killed_at)]
+        return max(second - first for first, second in itertools.pairwise(after))
+
+
+class _Workers:
+    """The workers of a system, each of which can be killed and started again."""
+
+    def __init__(self, url: str, folder: Path, model: str, count: int, worker_flags: list[str]) -> None:
+        self._url, self._folder, self._model, self._flags = url, folder, model, worker_flags
+        self._running = {f"w{number}": self._start(f"w{number}") for number in range(count)}
+
+    def _start(self, name: str) -> "subprocess.Popen[bytes]":
+        served = ("--model", self._model, "--served-name", "m", "--worker-id", name)
+        return system.start(self._folder / f"{name}.log", "worker", "--nats", self._url, *served, *self._flags)
+
+    def kill(self, name: str) -> None:
+        self._running[name].kill()
+        self._running[name].wait()
+
+    def start_again(self, name: str) -> None:
+        if self._running[name].poll() is not None:
+            self._running[name] = self._start(name)
+
+    def stop(self) -> None:
+        for process in self._running.values():
+            process.terminate()
+        for process in self._running.values():
+            process.wait(timeout=60)
+
+
+@contextlib.asynccontextmanager
+async def _streaming(connection: Client, max_tokens: int) -> AsyncIterator[_Stream]:
+    stream, inbox = _Stream(), connection.new_inbox()
+    subscription = await connection.subscribe(inbox, cb=stream.take)
+    prompt = f"Story {next(_serials)}. Once upon a time"
+    request = {
+        "prompt": prompt,
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "id": f"s-{inbox[-12:]}",
+    }
+    await connection.publish(f"{DEFAULT_PREFIX}.generate.m", msgspec.json.encode(request), reply=inbox)
+    try:
+        yield stream
+    finally:
+        await subscription.unsubscribe()
+        await connection.publish(f"{DEFAULT_PREFIX}.cancel.{request['id']}", b"")
+
+
+async def longest_pause_s(
+    client: WireClient, connection: Client, workers: _Workers, names: list[str], max_tokens: int, *, restarts: bool
+) -> float:
+    """Kills the worker of one of the streams, and returns the longest pause of all."""
+    await system.cards(client, len(names))
+    async with contextlib.AsyncExitStack() as stack:
+        streams = [await stack.enter_async_context(_streaming(connection, max_tokens)) for _ in names]
+        for stream in streams:
+            await stream.until(_AFTER)
+        killed, killed_at = streams[0].worker_id, time.perf_counter()
+        workers.kill(killed)
+        if restarts:
+            workers.start_again(killed)
+        before = [len(stream.times) for stream in streams]
+        for stream, had in zip(streams, before, strict=True):
+            await stream.until(had + _AFTER)
+        pause_s = max(stream.pause_s(killed_at) for stream in streams)
+    workers.start_again(killed)
+    return pause_s
+
+
+async def measure(model: str, count: int, pairs: int, max_tokens: int, worker_flags: list[str]) -> None:
+    names = [f"w{number}" for number in range(count)]
+    async with system.started(Path(model)) as one, await WireClient.connect(one.nats_url) as client:
+        connection = await nats.connect(one.nats_url)
+        workers = _Workers(one.nats_url, one.folder, model, count, worker_flags)
+        try:
+
+            async def pause(*, restarts: bool) -> float:
+                return await longest_pause_s(client, connection, workers, names, max_tokens, restarts=restarts)
+
+            seen = await interleave(lambda _: pause(restarts=False), lambda _: pause(restarts=True), pairs, warm_up=0)
+        finally:
+            await connection.close()
+            workers.stop()
+    print(
+        f"{Path(model).name}, {count} workers, {count} streams, {2 * pairs} kills, none cut, no byte lost or repeated"
+    )
+    for name, pauses in zip(("left dead", "started again"), zip(*seen, strict=True), strict=True):
+        p99 = statistics.quantiles(pauses, n=100, method="inclusive")[-1] if len(pauses) > 1 else pauses[0]
+        print(f"  {name:<14} p50 {statistics.median(pauses):.2f} s, p99 {p99:.2f} s, longest {max(pauses):.2f} s")
+    show(("left dead", "started again"), "s", seen, decimals=2)
+
+
+def main() -> None:
+    parser = flags.parser(__doc__, workers=2, pairs=7, tokens=2_000)
+    parser.add_argument("--model", help="a GGUF file, or a model of the simulated engine with `--engine sim`")
+    options, worker_flags = parser.parse_known_args()
+    if "sim" in worker_flags:
+        asyncio.run(measure(options.model, options.workers, options.pairs, options.tokens, worker_flags))
+        return
+    with benchmark_model.model(options.model and Path(options.model)) as model:
+        asyncio.run(measure(str(model), options.workers, options.pairs, options.tokens, worker_flags))
+
+
+if __name__ == "__main__":
+    main()
