@@ -1,7 +1,9 @@
 """Models in memory, each loaded once for all replicas of a process that use it."""
 
 import threading
+from collections import deque
 from collections.abc import Callable, Hashable
+from concurrent.futures import Future
 from typing import Generic, Protocol, TypeVar
 
 
@@ -16,34 +18,65 @@ class LoadedModel(Protocol):
 ModelT = TypeVar("ModelT", bound=LoadedModel)
 
 
+class _Shared(Generic[ModelT]):
+    """A model that is loaded or being loaded, and the number of its users."""
+
+    def __init__(self) -> None:
+        self.loading: Future[ModelT] = Future()
+        self.users = 0
+
+
 class LoadedModels(Generic[ModelT]):
     """Counts the users of each model, by a key that is equal for users of the same model. Safe to use from any
-    thread."""
+    thread. Models are loaded and closed one at a time; nobody else waits for that."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._models: dict[Hashable, ModelT] = {}
-        self._users: dict[Hashable, int] = {}
+        self._models: dict[Hashable, _Shared[ModelT]] = {}
+        self._working = threading.Lock()
+        self._unused: deque[ModelT] = deque()
 
     def __repr__(self) -> str:
-        return f"<LoadedModels {list(self._models.values())}>"
+        return f"<LoadedModels {list(self._models)}>"
 
     def acquire(self, key: Hashable, load: Callable[[], ModelT]) -> ModelT:
-        """Returns the model of a key to one more user, who must `release` it; `load` makes it for the first one."""
+        """Returns the model of a key to one more user, who must `release` it; `load` makes it for the first one. What
+        `load` raises is raised for all who waited for it."""
         with self._lock:
-            if key not in self._models:
-                self._models[key] = load()
-            self._users[key] = self._users.get(key, 0) + 1
-            return self._models[key]
+            is_first = key not in self._models
+            shared = self._models.setdefault(key, _Shared())
+            shared.users += 1
+        if is_first:
+            try:
+                with self._working:
+                    shared.loading.set_result(load())
+            except BaseException as error:
+                with self._lock:
+                    del self._models[key]
+                shared.loading.set_exception(error)
+            self._close_unused()
+        return shared.loading.result()
 
     def release(self, model: ModelT) -> None:
-        """Notes that a user is gone; when the last one goes, the model is closed."""
+        """Notes that a user is gone; when the last one goes, the model is closed: at once, or else after the model
+        that is being loaded, without waiting for it."""
         with self._lock:
-            key = next(key for key, known in self._models.items() if known is model)
-            self._users[key] -= 1
-            if not self._users[key]:
-                del self._users[key]
-                self._models.pop(key).close()
+            loaded = ((key, shared) for key, shared in self._models.items() if shared.loading.done())
+            key, shared = next(one for one in loaded if one[1].loading.result() is model)
+            shared.users -= 1
+            if shared.users:
+                return
+            del self._models[key]
+            self._unused.append(model)
+        self._close_unused()
+
+    def _close_unused(self) -> None:
+        while self._unused and self._working.acquire(blocking=False):
+            try:
+                if self._unused:  # else another thread has closed it meanwhile
+                    self._unused.popleft().close()
+            finally:
+                self._working.release()
 
 
 class ReplicaModels(Generic[ModelT]):

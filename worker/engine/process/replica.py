@@ -121,6 +121,7 @@ class _Calls:
         self._inbox = inbox
         self._send = send
         self._texts, self._inputs = ThreadPoolExecutor(1, "tokenize"), ThreadPoolExecutor(1, "embed")
+        self._adapters = ThreadPoolExecutor(1, "adapters")
         self._aborted: set[int] = set()
         """Pooling calls that may still be queued for tokenization."""
 
@@ -140,7 +141,7 @@ class _Calls:
                     case ipc.ReadMemory():
                         self._send(ipc.MemoryRead(self._runner.device_memory()))
                     case ipc.LoadAdapter():
-                        self._submit(self._inputs, partial(self._load_adapter, command))
+                        self._submit(self._adapters, partial(self._load_adapter, command))
                     case ipc.AbortPooling(call_id):
                         self._aborted.add(call_id)
                         # after the call, which may still be queued
@@ -150,7 +151,7 @@ class _Calls:
         except Exception as error:  # outermost frame
             end = error
         self._inbox.put(end)
-        for pool in (self._texts, self._inputs):
+        for pool in (self._texts, self._inputs, self._adapters):
             pool.shutdown(cancel_futures=True)
 
     def _submit(self, pool: ThreadPoolExecutor, work: Callable[[], None]) -> None:
