@@ -85,7 +85,8 @@ class WorkerProcess:
         self._replicas: dict[Replica, asyncio.Task[None]] = {}
         self._ended: asyncio.Queue[Replica | None] = asyncio.Queue()
         """Replicas that have ended; None stands for a task of the process."""
-        self._loads: set[asyncio.Task[None]] = set()
+        self._loads: dict[asyncio.Task[None], int] = {}
+        """Each with the number of replicas that it adds."""
         self._pulls: set[asyncio.Task[None]] = set()
         self._taken_bytes: dict[Replica, int] = {}
         """The bytes of the memory budget taken by each replica loaded after the start."""
@@ -186,7 +187,7 @@ class WorkerProcess:
     def load(self, control: internal.Control, on_progress: OnProgress) -> None:
         """Loads a model alongside the others and reports progress until it serves; or only fetches it."""
         try:
-            work = self._requested(control, on_progress)
+            work, num_replicas = self._requested(control, on_progress)
         except errors.RequestError as error:
             on_progress(internal.ControlReply(ok=False, error=error.error))
             return
@@ -195,26 +196,30 @@ class WorkerProcess:
         def failed(_: Exception) -> None:
             on_progress(internal.ControlReply(ok=False, error=errors.make_error(errors.Code.INTERNAL)))
 
-        running = self._pulls if control.op == "pull" else self._loads
         task = tasks.background("load", work, failed)
-        running.add(task)
-        task.add_done_callback(running.discard)
+        if control.op == "pull":
+            self._pulls.add(task)
+            task.add_done_callback(self._pulls.discard)
+        else:
+            self._loads[task] = num_replicas
+            task.add_done_callback(self._loads.pop)
 
-    def _requested(self, control: internal.Control, on_progress: OnProgress) -> Coroutine[Any, Any, None]:
-        """Returns what a message asks for. Raises RequestError if it is not allowed."""
+    def _requested(self, control: internal.Control, on_progress: OnProgress) -> tuple[Coroutine[Any, Any, None], int]:
+        """Returns what a message asks for, and how many replicas that adds. Raises RequestError if it is not
+        allowed."""
         assert control.model is not None
         if control.op == "pull":
-            return self._pull(_name_on_hub(control.model, len(self._pulls)), on_progress)
+            return self._pull(_name_on_hub(control.model, len(self._pulls)), on_progress), 0
         if len(self._loads) >= _MAX_REPLICAS:
             raise errors.request_error(errors.Code.OVERLOADED, f"{_MAX_REPLICAS} models are being loaded")
         if control.served_name is None and (worker_id := self._on_demand.worker_of(control.model)):
-            return self._load_on_demand(control.model, worker_id, on_progress)
-        return self._load(self._requested_model(control), on_progress)
+            return self._load_on_demand(control.model, worker_id, on_progress), 0
+        return self._load(self._requested_model(control), on_progress), control.replicas
 
     def _requested_model(self, control: internal.Control) -> ModelToServe:
         """Returns the model that a `load` message requests. Raises RequestError if it is invalid."""
         assert control.model is not None
-        taken = len(self._replicas) + len(self._loads)
+        taken = len(self._replicas) + sum(self._loads.values())
         if not 1 <= control.replicas <= _MAX_REPLICAS - taken:
             allowed = f"replicas must be 1 to {_MAX_REPLICAS - taken} in addition to the existing {taken}"
             raise errors.request_error(errors.Code.INVALID_REQUEST, allowed, param="replicas")

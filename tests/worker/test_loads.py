@@ -58,6 +58,18 @@ async def test_a_replica_that_can_not_be_made_gives_its_memory_back_and_ends_tho
     assert plan.budget_bytes == budget_bytes - sum(worker._taken_bytes.values())
 
 
+async def test_replicas_that_are_being_loaded_count_with_those_that_are() -> None:
+    worker = WorkerProcess(WorkerSettings(models=(ModelToServe("m", SIM),), memory_budget_bytes=1 << 40))
+    replies: list[internal.ControlReply] = []
+    for name in ("a", "b"):
+        worker.load(internal.Control(op="load", model=SIM.model, served_name=name, replicas=40), replies.append)
+    assert [reply.ok for reply in replies] == [True, False]
+    assert replies[1].error is not None
+    assert "replicas must be 1 to 24" in replies[1].error.message
+    for task in worker._loads:
+        task.cancel()
+
+
 async def test_a_process_whose_connection_is_closed_for_good_ends_though_its_first_models_still_load(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -26,7 +26,7 @@ class Drain:
         self._handover_s = self._handover_s if handover_s is None else handover_s
         self.requested.set()
         named_s = self._handover_s if self._is_handing_over else self._grace_s
-        if self._timeout is not None and named_s is not None:
+        if self._timeout is not None and not self._timeout.expired() and named_s is not None:
             self._timeout.reschedule(self._began_at + named_s)
 
     def handover_s(self, own_s: float) -> float:

@@ -139,3 +139,16 @@ def test_an_operator_can_have_streams_stopped_that_routers_were_to_take(made: Wo
 def test_without_time_to_hand_over_streams_are_stopped_after_their_grace(made: World) -> None:
     done = drain(made, finishes_after_s=99.0, named=lambda drain: drain.request(3.0, 0.0))
     assert done == [("draining", 0.0), ("all stopped", 3.0), ("ended", 3.0)]
+
+
+async def test_an_operator_may_hurry_at_the_moment_at_which_the_grace_ends() -> None:
+    drain = Drain()
+
+    async def streams() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            drain.request(1.0)
+
+    await drain.finish(streams(), 0.0)
+    assert drain.requested.is_set()
