@@ -180,9 +180,11 @@ class _Running:
     def open(self, number: int, settings: EngineSettings, memory_fd: int | None) -> EngineLink:
         ours, theirs = socket.socketpair()
         descriptors = [theirs.fileno()] if memory_fd is None else [theirs.fileno(), memory_fd]
-        message = ipc.OpenReplica(number, settings, has_memory=memory_fd is not None)
+        message = ipc.encode(ipc.OpenReplica(number, settings, has_memory=memory_fd is not None))
         try:
-            socket.send_fds(self._control, [ipc.encode(message)], descriptors)
+            if socket.send_fds(self._control, [message], descriptors) < len(message):
+                self.kill()  # it would take what follows for the rest
+                raise BlockingIOError("it does not take messages")
         except OSError as error:
             ours.close()
             raise EngineDiedError(f"the engine process {self.pid} can't open a replica: {error}") from error
