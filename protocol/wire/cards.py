@@ -250,7 +250,7 @@ class Card(Message, frozen=True, kw_only=True, omit_defaults=True):
     """The model is not loaded, or is being unloaded, and a `load` without a `model` loads it. Meanwhile its state is
     `draining`, and it takes no requests. Until first loaded, it has no features, and its numbers are estimates."""
     takes_passed_on: bool = False
-    """Deprecated since 0.3.0: routers pass cancels and resyncs of every worker's streams on to its `control`. Still
+    """Deprecated since 0.2.1: routers pass cancels and resyncs of every worker's streams on to its `control`. Still
     true, since those of 0.2.0 do so only then."""
     load: Load | None = None
     """Its load; only in a `models` reply."""

@@ -169,7 +169,7 @@ class SnapshotRequest(public.Message, frozen=True, kw_only=True, omit_defaults=T
     wants_others: bool = False
     """Whether the tokens of all other requests are wanted too: all that their current attempt has sampled."""
     follows_beats: bool = False
-    """Deprecated since 0.3.0: every router takes beats as signs of life. Still true, since workers of 0.2.0 send none
+    """Deprecated since 0.2.1: every router takes beats as signs of life. Still true, since workers of 0.2.0 send none
     otherwise."""
 
 

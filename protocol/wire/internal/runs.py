@@ -114,7 +114,7 @@ class Run(public.Message, frozen=True, kw_only=True, omit_defaults=True):
     routing_options: public.RoutingOptions | None = None
     """The client's wishes for the choice of a worker, for a router that places the request again."""
     passes_on: bool = False
-    """Deprecated since 0.3.0: every router passes on cancels and resyncs. Still true, for workers of 0.2.0."""
+    """Deprecated since 0.2.1: every router passes on cancels and resyncs. Still true, for workers of 0.2.0."""
 
 
 class RunReply(public.Message, frozen=True, kw_only=True, omit_defaults=True):
@@ -250,7 +250,7 @@ class GuardReply(public.Message, frozen=True, kw_only=True, omit_defaults=True):
     router_id: str
     """The router that answers."""
     passes_on: bool = False
-    """Deprecated since 0.3.0: as in a run."""
+    """Deprecated since 0.2.1: as in a run."""
 
 
 class GuardCheck(public.Message, frozen=True, kw_only=True, omit_defaults=True):
@@ -274,7 +274,7 @@ class Unguarded(public.Message, frozen=True, kw_only=True, omit_defaults=True):
     request_ids: list[str]
     """The requests that it does not know; none if it guards them all."""
     passes_on: bool = False
-    """Deprecated since 0.3.0: as in a run."""
+    """Deprecated since 0.2.1: as in a run."""
     moved: dict[str, int] = {}
     """The requests that it has given to another worker or in another attempt, each with the attempt that it was asked
     about."""
