@@ -45,6 +45,10 @@ def spans(trace: messages.RequestTrace) -> list[TraceSpan]:
             found.append(TraceSpan("worker_queue", attempt.worker_id, began_ms, started_ms))
             found.append(TraceSpan("prefill", attempt.worker_id, started_ms, min(end_ms, first_ms)))
             began_ms = min(end_ms, first_ms)
+        if attempt.continued_ms is not None:
+            again_ms = min(end_ms, attempt.continued_ms)
+            found.append(TraceSpan("prefill", attempt.worker_id, began_ms, again_ms))
+            began_ms = again_ms
         kind = "decode" if trace.completion_tokens or attempt.tokens else "starting"
         found.append(TraceSpan(kind, attempt.worker_id, began_ms, end_ms))
         if following is not None and attempt.left_ms is not None:
@@ -120,8 +124,10 @@ def _of_choice(
     name = attempt.worker_id
     if before is not None and before.left_ms is not None:
         pause = ""
-        if attempt.accepted_ms is not None:
-            pause = f" after a pause of {_time(attempt.accepted_ms - _end_of(before, trace.total_ms))}"
+        # a router of 0.2.0 does not tell when the next token came
+        again_ms = attempt.accepted_ms if attempt.continued_ms is None else attempt.continued_ms
+        if again_ms is not None:
+            pause = f" after a pause of {_time(again_ms - _end_of(before, trace.total_ms))}"
         yield f"It continued at {name}{pause}, with the {attempt.tokens:,} tokens that the client had."
     if not attempt.policy:
         return

@@ -36,6 +36,8 @@ class TraceAttempt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """When it was chosen."""
     accepted_ms: float | None = None
     """When it accepted; null if it has not."""
+    continued_ms: float | None = None
+    """When it sampled its first token, as far as the router heard; null if it has not, or if there were none before."""
     policy: str = ""
     """Name of the policy that chose it; empty if this router did not choose."""
     candidates: int = 0

@@ -137,6 +137,8 @@ class Recovery:
         for stream_no, token_id in zip(stream_nos, block_hash.unpack_token_ids(entry.token_ids), strict=True):
             if (flight := streams.get(stream_no)) is not None:
                 flight.completion.append(token_id, entry.seq)
+                if flight.way.is_paused:
+                    flight.way.continued(worker.last_seen_at)
         for stream_no, logprobs in entry.logprobs.items():
             if (flight := streams.get(stream_no)) is not None:
                 flight.completion.logprobs += logprobs

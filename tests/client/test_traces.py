@@ -25,7 +25,8 @@ SURVIVOR = messages.RequestTrace(
             most_held_tokens=64, left_ms=6_000.0, left="lost", heard_ms=4_000.0,
         ),
         messages.TraceAttempt(
-            worker_id="w2", begun_ms=6_001.0, accepted_ms=6_010.0, policy="kv", candidates=2, tokens=300,
+            worker_id="w2", begun_ms=6_001.0, accepted_ms=6_010.0, continued_ms=6_500.0, policy="kv", candidates=2,
+            tokens=300,
         ),
     ],
     worker_queue_ms=8.0,
@@ -97,7 +98,7 @@ def test_the_story_says_why_it_waited_which_worker_it_had_and_where_it_continued
         "w1 was chosen by the policy kv, among 3 workers: it held 64 of the prompt's 80 tokens (no other held more) "
         "and w1 was free.",
         "w1 was last heard of after 4.0 s, and counted as lost after 6.0 s.",
-        "It continued at w2 after a pause of 2.0 s, with the 300 tokens that the client had.",
+        "It continued at w2 after a pause of 2.5 s, with the 300 tokens that the client had.",
         "w2 was chosen by the policy kv, among 2 workers: no worker held any of the prompt and w2 was free.",
         "64 of its 80 prompt tokens were cached; computing the others took 20 ms.",
         "The first token came 1.5 s after the request; it waited 8.0 ms at the worker for its turn, a place or memory.",
@@ -111,6 +112,13 @@ def test_what_a_worker_held_where_a_stream_continued_is_a_part_of_prompt_and_ans
     second = msgspec.structs.replace(second, held_tokens=96, most_held_tokens=96)
     told = trace_story.story(msgspec.structs.replace(SURVIVOR, attempts=[first, second]), "one")
     assert any("it held 96 of the 380 tokens of prompt and answer (no other held more)" in one for one in told)
+
+
+def test_where_a_router_does_not_tell_when_a_stream_went_on_its_pause_ends_as_its_worker_accepts_it() -> None:
+    first, second = SURVIVOR.attempts
+    second = msgspec.structs.replace(second, continued_ms=None)
+    told = trace_story.story(msgspec.structs.replace(SURVIVOR, attempts=[first, second]), "one")
+    assert any(sentence.startswith("It continued at w2 after a pause of 2.0 s") for sentence in told)
 
 
 def test_a_router_that_has_taken_a_request_over_does_not_claim_to_know_when_its_first_token_came() -> None:
@@ -134,7 +142,7 @@ def test_the_spans_of_a_request_follow_each_other_from_its_receipt_to_its_end() 
     spans = trace_story.spans(SURVIVOR)
     assert [(one.kind, one.where) for one in spans] == [
         ("queue", ""), ("accept", "w1"), ("worker_queue", "w1"), ("prefill", "w1"), ("decode", "w1"), ("gap", ""),
-        ("accept", "w2"), ("decode", "w2"),
+        ("accept", "w2"), ("prefill", "w2"), ("decode", "w2"),
     ]  # fmt: skip
     assert spans[-1].end_ms == SURVIVOR.total_ms
     for before, after in zip(spans, spans[1:], strict=False):

@@ -53,6 +53,8 @@ def test_a_request_that_survived_its_worker_shows_both_and_when_the_first_was_la
     one.way.left(13.0, heard_at=11.0)
     placed(one, "w2", 13.001, num_candidates=1)
     one.way.accepted("w2", 13.002)
+    assert one.way.is_paused
+    one.way.continued(13.5)
     one.end = internal.StreamEnd(
         id=one.key,
         router_id="router-1",
@@ -71,6 +73,7 @@ def test_a_request_that_survived_its_worker_shows_both_and_when_the_first_was_la
         "w1", 1.0, 2.0, 1_000.0, 3_000.0, "lost",
     )  # fmt: skip
     assert (first.held_tokens, first.most_held_tokens, first.candidates, first.wait_ms) == (32, 48, 2, 50.0)
+    assert (first.continued_ms, second.continued_ms, one.way.is_paused) == (None, 3_500.0, False)
     assert (second.worker_id, second.accepted_ms, second.tokens, second.left) == ("w2", 3_002.0, 1, "")
     assert (trace.state, trace.worker_queue_ms, trace.prefill_ms, trace.gaps) == ("stop", 1.5, 20.0, GAPS)
     assert (trace.prompt_tokens, trace.cached_tokens, trace.completion_tokens) == (40, 32, 7)

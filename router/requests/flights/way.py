@@ -17,6 +17,7 @@ class Step(msgspec.Struct):
     worker_id: str
     begun_at: float
     accepted_at: float | None = None
+    continued_at: float | None = None
     policy: str = ""
     num_candidates: int = 0
     held_tokens: int = 0
@@ -37,6 +38,8 @@ class Way(msgspec.Struct):
     steps: list[Step] = []
     is_adopted: bool = False
     """Whether this router has taken it over from another one."""
+    is_paused: bool = False
+    """Whether its next token is the first one since it was taken from a worker."""
     tokenize_s: float = 0.0
     held_s: float = 0.0
     """The time in which it waited for its model, or for a worker of it."""
@@ -53,6 +56,7 @@ class Way(msgspec.Struct):
             Step(
                 card.worker_id,
                 now,
+                None,
                 None,
                 placement.policy,
                 placement.num_candidates,
@@ -92,6 +96,13 @@ class Way(msgspec.Struct):
         if self.steps:
             step = self.steps[-1]
             step.left_at, step.heard_at = now, heard_at
+            self.is_paused = True
+
+    def continued(self, now: float) -> None:
+        """Notes the first token since it was taken from a worker."""
+        self.is_paused = False
+        if self.steps and self.steps[-1].continued_at is None:
+            self.steps[-1].continued_at = now
 
     def attempts(self, received_at: float) -> list[messages.TraceAttempt]:
         """Returns the steps with times in ms since the request was received."""
@@ -104,6 +115,7 @@ class Way(msgspec.Struct):
                 worker_id=step.worker_id,
                 begun_ms=ms(step.begun_at) or 0.0,
                 accepted_ms=ms(step.accepted_at),
+                continued_ms=ms(step.continued_at),
                 policy=step.policy,
                 candidates=step.num_candidates,
                 held_tokens=step.held_tokens,

@@ -496,7 +496,9 @@ PUBLIC: list[tuple[str, messages.Message]] = [
                             left="lost",
                             heard_ms=500.0,
                         ),
-                        messages.TraceAttempt(worker_id="w2", begun_ms=2_501.0, accepted_ms=2_502.0, tokens=7),
+                        messages.TraceAttempt(
+                            worker_id="w2", begun_ms=2_501.0, accepted_ms=2_502.0, continued_ms=2_600.0, tokens=7
+                        ),
                     ],
                     worker_queue_ms=0.5,
                     prefill_ms=20.0,
