@@ -13,7 +13,7 @@ from tests.sim.clients import SimpleClient, SimplyAsked
 from tests.sim.network import Broker
 from tests.sim.system import FrontendProcess, RouterProcess, kill
 from tests.sim.world import World, world
-from tokenbus.protocol.wire import errors, limits
+from tokenbus.protocol.wire import errors, limits, messages
 
 NUM_HISTORIES = int(os.environ.get("TOKENBUS_SUCCESSORS", "60"))
 NUM_QUICK = 5
@@ -134,3 +134,26 @@ def test_routers_see_that_the_successor_of_a_lost_worker_loads() -> None:
         assert lost() == [("w0", True)]
         made.run(2.0)
         assert lost() == []
+
+
+def test_a_trace_tells_the_pause_that_the_client_had() -> None:
+    with world(3) as made:
+        broker = Broker(made)
+        workers = [FrontendProcess(made, broker, name, 32, _TOKEN_S) for name in ("w0", "w1")]
+        router = RouterProcess(made, broker, "r0")
+        client = SimpleClient(made, broker, "s0")
+        made.run(2.0)
+        client.ask(60, seed=1)
+        made.run(2.0)
+        (flight,) = router.router.flights.all()
+        killed = next(worker for worker in workers if worker.name == flight.worker_id)
+        kill(killed.process, killed.bus, killed.incoming)
+        made.run_until(lambda: not client.open())
+        made.run(2.0)
+        asked = messages.TraceRequest()
+        (trace,), _ = router.router._traces.find(asked, "default", made.now, made.now)
+        first, second = trace.attempts
+        assert second.continued_ms is not None
+        assert first.heard_ms is not None
+        told_s = (second.continued_ms - first.heard_ms) / 1e3
+        assert abs(told_s - client.asked[0].longest_pause_s) <= _TOKEN_S, (told_s, client.asked)
