@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple, Protocol
 
 import structlog
+from starlette.requests import Request
 
 from tokenbus.gateway.admission.keys import ApiKeys, key_in
 from tokenbus.gateway.admission.metrics import GatewayMetrics
@@ -17,6 +18,7 @@ from tokenbus.protocol.access.audit_log import AuditWriter
 from tokenbus.protocol.access.key_ring import KeyProblem, KeyRefusedError, KeyRing
 from tokenbus.protocol.access.keys import Role
 from tokenbus.protocol.access.refusal_records import RefusalRecords
+from tokenbus.protocol.http.connection_table import client_address
 
 _LOG_INTERVAL_S = 10.0
 _FORBIDDEN = "forbidden"
@@ -43,8 +45,8 @@ class Caller(NamedTuple):
 class Tokens(Protocol):
     """Tokens that stand for callers, in place of keys."""
 
-    async def caller_of(self, token: str) -> Caller:
-        """Raises KeyRefusedError."""
+    async def caller_of(self, token: str, address: str) -> Caller:
+        """Returns who a token stands for that comes from an address. Raises KeyRefusedError."""
         ...
 
 
@@ -94,8 +96,14 @@ class Callers:
         known = self._of_tokens if self.ring is None else self._of_tokens | {record.tenant for record in self.ring}
         return set(known) if known and self.api_keys.allows_anonymous else known | self.api_keys.tenants
 
-    async def identify(self, headers: Mapping[str, str]) -> Caller:
-        """Returns the sender of a request with these headers, decoded as Latin-1. Raises ApiError."""
+    async def sender_of(self, request: Request) -> Caller:
+        """Returns the sender of a request. Raises ApiError."""
+        host = request.client.host if request.client else ""
+        return await self.identify(request.headers, client_address(host))
+
+    async def identify(self, headers: Mapping[str, str], address: str = "") -> Caller:
+        """Returns the sender of a request with these headers, decoded as Latin-1, that comes from an address. Raises
+        ApiError."""
         if not self._has_others or not self.api_keys.allows_anonymous:
             tenant = self.api_keys.tenant_of(headers)
             if tenant is not None:
@@ -103,7 +111,7 @@ class Callers:
         key = key_in(headers)
         try:
             if key is not None and self._tokens is not None and key.count(".") == _DOTS_OF_TOKEN:
-                caller = await self._tokens.caller_of(key)
+                caller = await self._tokens.caller_of(key, address)
                 self._note_tenant(caller.tenant)
                 return caller
             if key is None or self.ring is None:

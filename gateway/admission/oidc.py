@@ -5,6 +5,7 @@ import hashlib
 import json
 import time
 import urllib.request
+from collections import Counter as Tally
 from collections.abc import Awaitable, Callable, Mapping
 from http.client import HTTPException
 from typing import Any, NoReturn
@@ -14,6 +15,7 @@ import structlog
 
 from tokenbus.gateway.admission.callers import Caller
 from tokenbus.gateway.admission.settings import OidcSettings, check_issuer_url
+from tokenbus.protocol import tasks
 from tokenbus.protocol.access.key_ring import KeyProblem, KeyRefusedError
 from tokenbus.protocol.access.keys import Role
 from tokenbus.protocol.wire import subjects
@@ -22,13 +24,20 @@ _ALGORITHMS = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "E
 """Only those with a public key: with a shared one, whoever knows the public key could sign."""
 _LEEWAY_S = 30.0
 """Clocks may differ by so much."""
+_RENEWED_S = 1_800.0
+"""Keys as old as this are fetched again while they are used."""
 _KEPT_S = 3_600.0
+"""Keys as old as this, which no token has needed for a while, are fetched again before they are used."""
 _STALE_S = 86_400.0
 """Keys are used for so long while the issuer can't be reached."""
 _LEAST_INTERVAL_S = 10.0
 """The issuer is not asked more often, however many tokens name unknown keys."""
 _TIMEOUT_S = 5.0
 """The time for an answer, and for each step on the way to one."""
+_MAX_WAITING = 64
+_MAX_WAITING_OF_ADDRESS = 16
+"""Tokens with unknown keys that wait for the issuer, in all and from one address; others are refused at once. Tokens
+with known keys don't wait."""
 _MAX_BYTES = 1024 * 1024
 _PIECE_BYTES = 64 * 1024
 _MAX_KEYS = 64
@@ -55,18 +64,22 @@ class OidcTokens:
         self._clock = clock
         self._keys: dict[str, jwt.PyJWK] = {}
         self._fetched_at = self._asked_at = float("-inf")
-        self._asking = asyncio.Lock()
+        self._asking: asyncio.Task[None] | None = None
+        self._is_away = False
+        """Whether the issuer was asked in vain the last time."""
+        self._waiting: Tally[str] = Tally()
+        """The number of tokens that wait for the issuer, by address."""
 
     def __repr__(self) -> str:
         return f"<OidcTokens of {self._settings.issuer}, {len(self._keys)} keys>"
 
-    async def caller_of(self, token: str) -> Caller:
-        """Returns who a token stands for. Raises KeyRefusedError."""
+    async def caller_of(self, token: str, address: str = "") -> Caller:
+        """Returns who a token stands for that comes from an address. Raises KeyRefusedError."""
         try:
             kid = str(jwt.get_unverified_header(token).get("kid", ""))
         except jwt.PyJWTError as error:
             raise KeyRefusedError(KeyProblem.INVALID, "the token can't be read") from error
-        key = await self._key(kid)
+        key = await self._key(kid, address)
         try:
             claims = jwt.decode(
                 token,
@@ -103,20 +116,43 @@ class OidcTokens:
             _refuse(f"the claim {claim} names no role: {', '.join(Role)}")
         return roles[0]
 
-    async def _key(self, kid: str) -> jwt.PyJWK:
+    async def _key(self, kid: str, address: str) -> jwt.PyJWK:
         """Returns a public key of the issuer. Raises KeyRefusedError."""
         age_s = self._clock() - self._fetched_at
-        is_usable = kid in self._keys and age_s < _STALE_S
-        # an issuer that does not answer holds up one token at a time, as long as its keys last
-        if (not is_usable or age_s >= _KEPT_S) and not (is_usable and self._asking.locked()):
-            async with self._asking:
-                if self._clock() - self._asked_at >= _LEAST_INTERVAL_S:
-                    await self._ask()
+        if kid not in self._keys or age_s >= _STALE_S:
+            await self._wait_for_keys(address)
+        elif age_s >= _RENEWED_S:
+            was_asking, asking = self._asking, self._ask_soon()
+            # after a long silence: the key may be withdrawn, and the issuer was there when it was last asked
+            if asking is not None and was_asking is None and age_s >= _KEPT_S and not self._is_away:
+                await asyncio.shield(asking)
         if self._clock() - self._fetched_at >= _STALE_S:
             raise KeyRefusedError(KeyProblem.UNAVAILABLE, "the issuer of tokens can't be reached now: try again later")
         if kid not in self._keys:
             raise KeyRefusedError(KeyProblem.INVALID, "the token is signed with an unknown key")
         return self._keys[kid]
+
+    async def _wait_for_keys(self, address: str) -> None:
+        """Waits until the issuer has been asked, if that is due. Raises KeyRefusedError if too many wait already."""
+        asking = self._ask_soon()
+        if asking is None:
+            return
+        if self._waiting.total() >= _MAX_WAITING or self._waiting[address] >= _MAX_WAITING_OF_ADDRESS:
+            raise KeyRefusedError(
+                KeyProblem.UNAVAILABLE, "too many tokens with unknown keys wait for their issuer: try again later"
+            )
+        self._waiting[address] += 1
+        try:
+            await asyncio.shield(asking)
+        finally:
+            self._waiting[address] -= 1
+            self._waiting += Tally()  # without addresses of which none waits
+
+    def _ask_soon(self) -> asyncio.Task[None] | None:
+        """Returns the task that asks the issuer, which is started if that is due; None if it was asked just now."""
+        if self._asking is None and self._clock() - self._asked_at >= _LEAST_INTERVAL_S:
+            self._asking = tasks.background("ask the issuer of tokens", self._ask())
+        return self._asking
 
     async def _ask(self) -> None:
         """Fetches the issuer's keys; keeps the ones before if that fails."""
@@ -129,10 +165,12 @@ class OidcTokens:
             entries = json.loads(await self._fetch(found["jwks_uri"]))["keys"]
             self._keys = _read_keys(entries[:_MAX_KEYS])
             self._fetched_at = self._clock()
+            self._is_away = False
         except _FAILURES as error:
+            self._is_away = True
             structlog.get_logger().warning("issuer_unreachable", url=issuer, error=f"{type(error).__name__}: {error}")
         finally:
-            self._asked_at = self._clock()  # it may have taken longer than the interval, and others wait
+            self._asked_at, self._asking = self._clock(), None
 
 
 def _read_keys(entries: list[dict[str, Any]]) -> dict[str, jwt.PyJWK]:

@@ -84,7 +84,7 @@ class Tenants:
 
         Raises ApiError if its key is refused, and RequestError if the broker is away."""
         self.callers.check_page(request.headers, self._settings.allowed_origins)
-        caller = await self.callers.identify(request.headers)
+        caller = await self.callers.sender_of(request)
         if not looks_on:
             self.callers.check_requests(caller)
         async with self._in_use(caller.tenant) as found:

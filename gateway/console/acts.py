@@ -266,7 +266,7 @@ class ConsoleActs:
         callers = self._services.tenants.callers
         if callers.allows_anonymous:
             check_local(request)
-        caller = await callers.identify(request.headers)
+        caller = await callers.sender_of(request)
         if not self._may_operate(caller):
             raise ApiError(_NO_OPERATOR)
         if not self._is_allowed:

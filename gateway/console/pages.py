@@ -144,12 +144,12 @@ class ConsolePages:
             raise ApiError(FOREIGN)
         if callers.allows_anonymous:
             check_local(request)
-        return await callers.identify(request.headers)
+        return await callers.sender_of(request)
 
     async def _may_still_look(self, request: Request) -> bool:
         """Whether the reader's key is still valid."""
         try:
-            await self._services.tenants.callers.identify(request.headers)
+            await self._services.tenants.callers.sender_of(request)
         except ApiError:
             return False
         return True

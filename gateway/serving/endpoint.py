@@ -77,11 +77,12 @@ class EndpointApp:
         known = {"http.request.method": method, "http.route": path, tracing.REQUEST_ID: request_id}
         span = tracing.start_span(services.tracer, f"{method} {path}", "server", request.headers, known)
         try:
-            # around the whole request: draining waits for its end, and the library keeps it until then
-            with services.limit.admit(), services.bodies.holding() as held:
-                async with services.tenants.admitted(request) as tenant:
-                    log.tenant, log.key_id = tenant.name, tenant.caller.key_id or tenant.caller.actor or None
-                    span.set_attributes({tracing.KEY_ID: log.key_id})
+            # who is not known takes no place of one who is, however long it takes to find that out
+            async with services.tenants.admitted(request) as tenant:
+                log.tenant, log.key_id = tenant.name, tenant.caller.key_id or tenant.caller.actor or None
+                span.set_attributes({tracing.KEY_ID: log.key_id})
+                # around the rest of the request: draining waits for its end, and the library keeps it until then
+                with services.limit.admit(), services.bodies.holding() as held:
                     parsed = await self._parse(request, held, log, tenant)
                     await self._answer(parsed, request, tenant, writer, log, span)
         except body.ClientDisconnectedError:

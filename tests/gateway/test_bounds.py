@@ -1,11 +1,13 @@
 """A gateway refuses what it must, and reports its own state."""
 
+import asyncio
 import subprocess
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import httpx2
+import jwt
 import pytest
 
 from tests.support.http_stream import ENDLESS, post
@@ -81,6 +83,32 @@ async def test_one_request_more_than_may_be_open_is_told_to_come_back(slow_url: 
             async with post(gateway, ENDLESS) as second:
                 assert (await second.line("HTTP/1.1")).startswith("HTTP/1.1 503")
                 assert await second.line("retry-after:") == "retry-after: 1"
+
+
+async def test_made_up_tokens_take_no_place_of_requests_with_keys_while_the_issuer_is_slow(
+    slow_url: str, tmp_path: Path
+) -> None:
+    asked, answered = asyncio.Event(), asyncio.Event()
+
+    async def keep_waiting(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked.set()
+        await answered.wait()
+        writer.close()
+
+    async with await asyncio.start_server(keep_waiting, "127.0.0.1", 0) as issuer:
+        url = f"http://127.0.0.1:{issuer.sockets[0].getsockname()[1]}"
+        flags = ["--max-requests", "1", "--oidc-issuer", url, "--oidc-audience", "tokenbus"]
+        with running_gateway(slow_url, tmp_path, *flags, TOKENBUS_API_KEYS="own=default") as gateway:
+            made_up = jwt.encode({"sub": "x"}, "s" * 32, headers={"kid": "made-up"})
+            async with (
+                post(gateway, ENDLESS, f"Authorization: Bearer {made_up}") as stranger,
+                post(gateway, ENDLESS, f"Authorization: Bearer {made_up}"),
+            ):
+                await asked.wait()
+                async with post(gateway, ENDLESS | {"max_tokens": 1}, "Authorization: Bearer own") as known:
+                    assert (await known.line("HTTP/1.1")).startswith("HTTP/1.1 200")
+                answered.set()
+                assert (await stranger.line("HTTP/1.1")).startswith("HTTP/1.1 503")
 
 
 TOOLS = {"tools": [{"type": "function", "function": {"name": "f"}}]}

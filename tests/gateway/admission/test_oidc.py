@@ -157,19 +157,54 @@ async def test_while_the_issuer_is_away_its_keys_are_kept_for_a_day() -> None:
     assert (await issuer.problem(token_of())).problem is KeyProblem.UNAVAILABLE
 
 
-async def test_an_issuer_that_does_not_answer_holds_up_one_token_and_is_not_asked_again_for_each() -> None:
+async def test_an_issuer_that_does_not_answer_holds_up_no_token_with_a_known_key() -> None:
+    issuer, someone = Issuer(), Caller("default", actor="oidc:someone")
+    await issuer.tokens.caller_of(token_of())
+    issuer.answers_after, issuer.clock = asyncio.Event(), issuer.clock + 1_800
+    assert await issuer.tokens.caller_of(token_of()) == someone
+    unknown = [asyncio.create_task(issuer.tokens.caller_of(token_of("ec"))) for _ in range(2)]
+    await asyncio.sleep(0)
+    issuer.clock += 3_600
+    assert await issuer.tokens.caller_of(token_of()) == someone
+    assert not any(one.done() for one in unknown)
+    issuer.is_away = True
+    issuer.answers_after.set()
+    refused = await asyncio.gather(*unknown, return_exceptions=True)
+    assert [type(one) for one in refused] == [KeyRefusedError, KeyRefusedError]
+    assert len(issuer.asked) == 3
+    issuer.answers_after, issuer.clock = asyncio.Event(), issuer.clock + 10
+    assert await issuer.tokens.caller_of(token_of()) == someone
+
+
+async def test_keys_that_no_token_has_needed_for_an_hour_are_fetched_before_they_are_used() -> None:
     issuer = Issuer()
     await issuer.tokens.caller_of(token_of())
-    issuer.is_away, issuer.answers_after, issuer.clock = True, asyncio.Event(), issuer.clock + 3_600
-    waiting = [asyncio.create_task(issuer.tokens.caller_of(token_of(kid))) for kid in ("rsa", "ec", "ec")]
+    issuer.keys, issuer.clock = [public("ec")], issuer.clock + 3_600
+    assert (await issuer.problem(token_of())).problem is KeyProblem.INVALID
+
+
+async def test_tokens_with_unknown_keys_that_wait_for_the_issuer_are_few_from_an_address_and_in_all() -> None:
+    issuer = Issuer()
+    await issuer.tokens.caller_of(token_of())
+    issuer.answers_after, issuer.clock = asyncio.Event(), issuer.clock + 10
+    flood = [
+        asyncio.create_task(issuer.tokens.caller_of(token_of("ec"), f"192.0.2.{address}"))
+        for address in range(10)
+        for _ in range(100)
+    ]
     await asyncio.sleep(0)
-    assert await issuer.tokens.caller_of(token_of()) == Caller("default", actor="oidc:someone")
-    issuer.clock += 12
+    refused = [one for one in flood if one.done()]
+    assert [sum(one.done() for one in flood[at : at + 100]) for at in range(0, 1_000, 100)] == [84] * 4 + [100] * 6
+    problems = {(one.exception().problem, str(one.exception())) for one in refused}  # type: ignore[union-attr]
+    assert problems == {
+        (KeyProblem.UNAVAILABLE, "too many tokens with unknown keys wait for their issuer: try again later")
+    }
+    assert await issuer.tokens.caller_of(token_of(), "192.0.2.0") == Caller("default", actor="oidc:someone")
+    issuer.keys = [public("rsa"), public("ec")]
     issuer.answers_after.set()
-    known, *unknown = await asyncio.gather(*waiting, return_exceptions=True)
-    assert known == Caller("default", actor="oidc:someone")
-    assert [type(one) for one in unknown] == [KeyRefusedError, KeyRefusedError]
-    assert len(issuer.asked) == 3
+    let_in = [one for one in await asyncio.gather(*flood, return_exceptions=True) if isinstance(one, Caller)]
+    assert len(let_in) == 64, "the issuer has been asked once for all that waited"
+    assert await issuer.tokens.caller_of(token_of("ec"), "192.0.2.0") == Caller("default", actor="oidc:someone")
 
 
 @pytest.mark.parametrize("keys", [None, 7, [7], {"a": 1}, "x"])
