@@ -15,6 +15,8 @@ _PATH = re.compile(rb"[!-~]+ (?:%s)?(/[!->@-~]*)[ ?]" % _ORIGIN.pattern, re.IGNO
 _HOST = re.compile(rb"(?:[\w.~!$&'()*+,;=%-]*|\[[0-9A-Fa-f:.]+\])(?::[0-9]*)?")
 _QUOTED = re.compile(r": (?:b|bytearray\(b)['\"].*", re.DOTALL)
 """Text from the client, which h11 quotes at the end of its messages."""
+_METHODS = (b"GET", b"HEAD", b"POST", b"PUT", b"PATCH", b"DELETE", b"OPTIONS")
+"""Those that are known; what is served is the application's matter."""
 _FREE_CHUNKS = 1_024
 _MIN_CHUNK_BYTES = 16
 """The minimum mean size of chunks, once there are more than this many. Parsing a chunk takes 5 us regardless of its
@@ -120,6 +122,8 @@ def _check_request(request: h11.Request) -> None:
         raise h11.RemoteProtocolError("a request has Content-Length or Transfer-Encoding, not both", 400)
     if b"transfer-encoding" in names and request.http_version != b"1.1":
         raise h11.RemoteProtocolError("Transfer-Encoding needs HTTP/1.1", 400)
+    if request.method not in _METHODS:
+        raise h11.RemoteProtocolError(f"the method must be one of {b', '.join(_METHODS).decode()}", 501)
     if request.http_version not in (b"1.0", b"1.1"):
         raise h11.RemoteProtocolError("this server speaks HTTP/1.1", 505)
     if not all(_HOST.fullmatch(value) for name, value in request.headers if name == b"host"):

@@ -175,6 +175,9 @@ MALFORMED = {
     "a long header": (POST + b"X: " + b"x" * 200_000 + b"\r\n\r\n", 431, "headers_too_large"),
     "many headers": (POST + b"X:\r\n" * 50_000 + b"\r\n", 431, "headers_too_large"),
     "more headers than may be": (POST + b"X:\r\n" * 100 + b"\r\n", 431, "headers_too_large"),
+    "a tunnel": (b"CONNECT a:80 HTTP/1.1\r\n" + HOST + b"\r\n", 501, "invalid_http"),
+    "an echo": (b"TRACE /livez HTTP/1.1\r\n" + HOST + b"\r\n", 501, "invalid_http"),
+    "a method that nobody knows": (b"BREW /livez HTTP/1.1\r\n" + HOST + b"\r\n", 501, "invalid_http"),
     "a line without an end": (b"GET /" + b"x" * 20_000, 431, "headers_too_large"),
 }
 
@@ -194,6 +197,7 @@ REASONS = {
     b"GET /livez HTTP/1.1\r\n\r\n": "Missing mandatory Host: header",
     b"GET /livez HTTP/1.1\r\n" + HOST + HOST + b"\r\n": "Found multiple Host: headers",
     POST + b"Transfer-Encoding: gzip\r\n\r\n": "Only Transfer-Encoding: chunked is supported",
+    b"BREW / HTTP/1.1\r\n" + HOST + b"\r\n": "the method must be one of GET, HEAD, POST, PUT, PATCH, DELETE, OPTIONS",
     POST + b"secret \r\n\r\n": "illegal header line",
     b"secret: secret\r\n\r\n": "illegal request line",
     CHUNKED + b"\r\nsecret\r\n": "illegal chunk header",

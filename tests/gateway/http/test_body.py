@@ -47,6 +47,15 @@ def request_of(*parts: bytes, is_whole: bool = True, encoding: str = "") -> Requ
     return Request({"type": "http", "headers": [*JSON, (b"content-encoding", encoding.encode())]}, receive)
 
 
+@pytest.mark.parametrize("num_bytes", [b"101", b"18446744073709551616", b"9" * 20])
+async def test_a_body_that_says_it_is_too_large_is_refused_before_it_comes(num_bytes: bytes) -> None:
+    async def receive() -> dict[str, Any]:
+        raise AssertionError("nothing is read")
+
+    request = Request({"type": "http", "headers": [*JSON, (b"content-length", num_bytes)]}, receive)
+    assert await response_to(request, 100) == too_large(100)
+
+
 async def response_to(request: Request, limit_bytes: int) -> object:
     with pytest.raises(ApiError) as raised:
         await body.read(request, limit_bytes, HeldBody(BodyMemory(1 << 30)))
