@@ -5,12 +5,13 @@ import collections
 import functools
 import importlib.metadata
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 import structlog
 from msgspec import UNSET
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
@@ -161,14 +162,34 @@ class Routes:
 
 def make_app(services: Services, routes: Routes, console: Sequence[Route], allowed_origins: Sequence[str]) -> Starlette:
     """Returns the ASGI application, with the routes of the console. Web pages from the allowed origins may use it."""
+    check_host = functools.partial(services.tenants.callers.check_host, allowed_origins=allowed_origins)
     app = Starlette(
         routes=[*console, *routes.paths()],
-        middleware=_cors(allowed_origins),
+        middleware=[Middleware(_CheckedHost, check_host=check_host), *_cors(allowed_origins)],
         exception_handlers=dict.fromkeys((ApiError, errors.RequestError, HTTPException, Exception), _on_error),
     )
     # A redirect would go to the host named by the client, bypassing the TLS of a proxy in front.
     app.router.redirect_slashes = False
     return app
+
+
+class _CheckedHost:
+    """Answers requests to names that may be strangers', before any route does."""
+
+    def __init__(self, app: ASGIApp, check_host: Callable[[Headers], None]) -> None:
+        self._app = app
+        self._check_host = check_host
+
+    def __repr__(self) -> str:
+        return f"<_CheckedHost {self._app!r}>"
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        answered = self._app
+        try:
+            self._check_host(Headers(scope=scope))
+        except ApiError as error:
+            answered = await _on_error(Request(scope), error)
+        await answered(scope, receive, send)
 
 
 class _PathApp:

@@ -131,15 +131,18 @@ class Callers:
         if caller.role is Role.VIEWER:
             raise self._refused(_FORBIDDEN, caller.key_id, http_errors.VIEWER)
 
-    def check_page(self, headers: Mapping[str, str], allowed_origins: Collection[str]) -> None:
-        """Raises ApiError, where no key is needed, for a page under a public name that leads to this gateway.
+    def check_host(self, headers: Mapping[str, str], allowed_origins: Collection[str]) -> None:
+        """Raises ApiError, where no key is needed, for a request to a public name that is not one of these origins, nor
+        sent by a page of one.
 
         Strangers can point a name of theirs here once a reader has loaded their page from it (DNS rebinding). The
-        browser then takes the gateway for that page's own server."""
-        origin, host = headers.get("origin", ""), headers.get("host", "").lower()
-        is_own = origin.lower().partition("://")[2] == host != ""
-        if self.allows_anonymous and is_own and _may_be_strangers(host) and not {origin, "*"} & set(allowed_origins):
-            raise self._refused(_FORBIDDEN, None, http_errors.strange_page(origin))
+        browser then takes the gateway for that page's own server, and says so in no other header when it only reads."""
+        if not self.allows_anonymous:
+            return
+        host = _name_in(headers.get("host", ""))
+        own = {_name_in(origin.partition("://")[2]) for origin in allowed_origins}
+        if _may_be_strangers(host) and host not in own and not {headers.get("origin", ""), "*"} & set(allowed_origins):
+            raise self._refused(_FORBIDDEN, None, http_errors.strange_host(host))
 
     def update_gauges(self) -> None:
         if self.ring is not None:
@@ -161,9 +164,14 @@ class Callers:
         return ApiError(response)
 
 
-def _may_be_strangers(host: str) -> bool:
-    """Whether a host, perhaps with a port, is a name that anyone on the internet may have registered."""
-    name = (host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host).strip("[].")
+def _name_in(host: str) -> str:
+    """Returns the name or address in a host, which may have a port."""
+    name, _, port = host.lower().rpartition(":")
+    return (name if port.isdigit() else host.lower()).strip("[].")
+
+
+def _may_be_strangers(name: str) -> bool:
+    """Whether anyone on the internet may have registered a name."""
     try:
         ipaddress.ip_address(name)
     except ValueError:

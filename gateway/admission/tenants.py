@@ -83,7 +83,6 @@ class Tenants:
         """Yields the tenant of a request, until that has ended. One that only looks on asks nothing of a model.
 
         Raises ApiError if its key is refused, and RequestError if the broker is away."""
-        self.callers.check_page(request.headers, self._settings.allowed_origins)
         caller = await self.callers.sender_of(request)
         if not looks_on:
             self.callers.check_requests(caller)

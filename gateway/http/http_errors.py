@@ -157,13 +157,13 @@ def key_refused(error: KeyRefusedError) -> ErrorResponse:
             return INVALID_API_KEY
 
 
-def strange_page(origin: str) -> ErrorResponse:
-    """Returns the response to a page that may be a stranger's."""
+def strange_host(host: str) -> ErrorResponse:
+    """Returns the response to a request to a name that may be a stranger's."""
     return ErrorResponse(
         403,
         "forbidden",
-        f"without API keys, pages use this gateway under localhost or its address: give it keys, or --allowed-origin "
-        f"{origin[:200]} if that page is yours",
+        f"without API keys, this gateway is used under localhost or its address: give it keys, or --allowed-origin "
+        f"https://{host[:200]} if that name is yours",
     )
 
 

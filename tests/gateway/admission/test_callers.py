@@ -83,15 +83,22 @@ async def test_a_key_of_the_gateway_has_a_tenant_and_no_id() -> None:
         ("llm:8000", False),
         ("gateway.default.svc.cluster.local", False),
         ("chat.example.org", False),
+        ("Chat.Example.org:8443", False),
+        ("chat.example.org.evil.example", True),
         ("", False),
     ],
 )
-def test_without_keys_a_page_under_a_strangers_name_is_refused(host: str, *, is_refused: bool) -> None:
-    headers, allowed = {"host": host, "origin": f"http://{host}"}, ("http://chat.example.org",)
+@pytest.mark.parametrize("origin", [{}, {"origin": "http://{host}"}, {"origin": "http://other.example"}])
+def test_without_keys_a_request_to_a_strangers_name_is_refused(
+    host: str, origin: dict[str, str], *, is_refused: bool
+) -> None:
+    headers = {"host": host} | {name: value.format(host=host) for name, value in origin.items()}
+    allowed = ("https://chat.example.org",)
     with pytest.raises(ApiError) if is_refused else contextlib.nullcontext():
-        Door().callers.check_page(headers, allowed)
-    Door("one=acme").callers.check_page(headers, allowed)
-    Door().callers.check_page({"host": host, "origin": "http://other.example"}, allowed)
+        Door().callers.check_host(headers, allowed)
+    Door("one=acme").callers.check_host(headers, allowed)
+    Door().callers.check_host(headers, ("*",))
+    Door().callers.check_host(headers | {"origin": "https://chat.example.org"}, allowed)
 
 
 @pytest.mark.parametrize("header", ["authorization", "x-api-key", "api-key"])
