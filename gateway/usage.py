@@ -106,10 +106,12 @@ class Scope(NamedTuple):
 
 def scope_of(caller: Caller, tenant: str | None, key: str | None) -> Scope:
     """Returns whose usage a caller sees who asks for a tenant's or a key's. Raises RequestError(forbidden)."""
-    if caller.key_id and caller.role is Role.OPERATOR:
+    if caller.is_operator:
         return Scope(tenant, key)
     if tenant not in (None, caller.tenant):
-        raise errors.request_error(errors.Code.FORBIDDEN, "this API key does not see other tenants", param="tenant")
+        raise errors.request_error(
+            errors.Code.FORBIDDEN, "only operators see the usage of other tenants", param="tenant"
+        )
     if caller.key_id and caller.role is Role.USER:
         if key not in (None, caller.key_id):
             raise errors.request_error(errors.Code.FORBIDDEN, "this API key does not see other keys", param="key")

@@ -41,6 +41,12 @@ class Caller(NamedTuple):
     actor: str = ""
     """Who they are, where a token and not a key says so, for this gateway's log and traces."""
 
+    @property
+    def is_operator(self) -> bool:
+        """Whether they see all tenants. To command workers and change keys they also need a key, by which it is known
+        who did."""
+        return self.role is Role.OPERATOR
+
 
 class Tokens(Protocol):
     """Tokens that stand for callers, in place of keys."""

@@ -276,8 +276,7 @@ class ConsoleActs:
 
     def _may_operate(self, caller: Caller) -> bool:
         """Whether a caller is an operator. A viewer without a key, where there are none, is on this machine."""
-        is_operator = bool(caller.key_id) and caller.role is Role.OPERATOR
-        return is_operator or self._services.tenants.callers.allows_anonymous
+        return (caller.is_operator and bool(caller.key_id)) or self._services.tenants.callers.allows_anonymous
 
     def _keys(self) -> KeyStore:
         if self._store is None:

@@ -16,7 +16,6 @@ from tokenbus.gateway.admission.callers import Caller
 from tokenbus.gateway.admission.tenants import Tenants
 from tokenbus.gateway.console.access import private_json
 from tokenbus.gateway.http.http_errors import ApiError, ErrorResponse
-from tokenbus.protocol.access.keys import Role
 from tokenbus.protocol.wire import messages, subjects
 from tokenbus.protocol.wire.traces import MAX_TRACES, first_token_ms
 
@@ -115,7 +114,7 @@ class RequestPages:
     async def _ask(self, request: Request, asked: messages.TraceRequest) -> tuple[str, Traces]:
         caller = await self._identify(request)
         name = request.query_params.get("tenant") or caller.tenant
-        if name != caller.tenant and caller.role is not Role.OPERATOR:
+        if name != caller.tenant and not caller.is_operator:
             raise ApiError(ErrorResponse(403, "forbidden", "only operators see requests of other tenants", "tenant"))
         try:
             subjects.encode_name(name)

@@ -98,6 +98,9 @@ async def test_one_tenants_reports_leave_room_for_those_of_others() -> None:
     assert {one.status_code for one in await asyncio.gather(*slow)} == {200}
 
 
+ALL_GROUPS = {(tenant, key) for tenant in ("acme", "globex") for key in ("", "k1", "k2")}
+
+
 def test_the_clock_of_this_test_shows_its_day() -> None:
     assert usage.day_at(NOW) == DAY
 
@@ -105,7 +108,9 @@ def test_the_clock_of_this_test_shows_its_day() -> None:
 @pytest.mark.parametrize(
     ("caller", "groups"),
     [
-        (OPERATOR, {("acme", ""), ("acme", "k1"), ("acme", "k2"), ("globex", ""), ("globex", "k1"), ("globex", "k2")}),
+        (OPERATOR, ALL_GROUPS),
+        (Caller("acme", role=Role.OPERATOR, actor="oidc:someone"), ALL_GROUPS),
+        (Caller("acme", role=Role.VIEWER, actor="oidc:someone"), {("acme", ""), ("acme", "k1"), ("acme", "k2")}),
         (Caller("acme", "v", Role.VIEWER), {("acme", ""), ("acme", "k1"), ("acme", "k2")}),
         (Caller("acme", "k1", Role.USER), {("acme", "k1")}),
         (Caller("acme"), {("acme", ""), ("acme", "k1"), ("acme", "k2")}),

@@ -29,7 +29,7 @@ function build(section) {
     from: input({type: "date", value: before(6)}),
     to: input({type: "date", value: today()}),
     groups: new Map(GROUPS.map((name) => [name, input({type: "checkbox", checked: ["day", "model"].includes(name)})])),
-    filters: new Map((me.role === "operator" && me.key_id ? ["tenant", "key", "model"] : ["model"])
+    filters: new Map((me.role === "operator" ? ["tenant", "key", "model"] : ["model"])
       .map((name) => [name, input({type: "search", placeholder: "all"})])),
     problem: make("p", {class: "problem", role: "alert"}),
     count: make("p", {role: "status"}),
