@@ -118,8 +118,8 @@ async def read(request: Request, limit_bytes: int, held: HeldBody, *, takes_any_
         not takes_any_type or any(name in request.headers for name in _OF_WEB_PAGES)
     ):
         raise ApiError(UNSUPPORTED_MEDIA_TYPE)
-    if int(request.headers.get("content-length", 0)) > limit_bytes:
-        raise ApiError(too_large(limit_bytes))  # the server discards what its client still sends
+    if int(request.headers.get("content-length", 0)) > limit_bytes + _MAX_DISCARDED_BYTES:
+        raise ApiError(too_large(limit_bytes))
     encoding = request.headers.get("content-encoding", "").strip().lower()
     if encoding not in (*_IDENTITY, *_EXPANDERS):
         raise ApiError(unsupported_encoding(encoding))

@@ -74,7 +74,7 @@ class GenerateRequest(Message, GenerationParams, frozen=True, kw_only=True, omit
     """A prompt that is already tokenized: a list, or packed as unsigned 32-bit little-endian integers, which is quicker
     to read. Packed ids are bytes in MessagePack and base64 in JSON; routers of earlier versions refuse them."""
     chat_template_kwargs: dict[str, Any] | None = None
-    """Variables for the chat template, nested at most 64 levels deep."""
+    """Variables for the chat template, at most 20,000 names, members and items, nested at most 64 levels deep."""
     timeout_ms: Annotated[float | None, TIMEOUT_MS] = None
     """Time from the router's receipt to the terminal; when it is over, the request ends in `deadline_exceeded`."""
     resume_from: ResumeFrom | None = None

@@ -34,6 +34,8 @@ MAX_LOGPROBS = 20
 MAX_LOGIT_BIASES = 4_096
 MAX_LOGIT_BIAS = 1e6
 MAX_TEMPLATE_BYTES = 256 * 1024
+MAX_TEMPLATE_VALUES = 20_000
+"""The members and items of all objects and arrays in the template arguments of a request."""
 MAX_NESTING = 64
 """Levels to which the free-form parts of a request (template arguments, tools, schemas) may nest."""
 MAX_SCHEMA_BYTES = 64 * 1024

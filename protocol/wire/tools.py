@@ -1,4 +1,5 @@
-"""Validates the tools of a request, and bounds JSON schemas, since an engine compiles them."""
+"""Validates the tools of a request and the variables of its chat template, and bounds JSON schemas, since an engine
+compiles them."""
 
 import re
 from typing import Any, NamedTuple
@@ -63,6 +64,20 @@ def check_free_form(value: object, path: str) -> None:
         msgspec.msgpack.encode(value)
     except OverflowError as error:
         raise invalid_field(path, "must not have an integer of more than 64 bits") from error
+
+
+def check_template_arguments(given: dict[str, Any] | None) -> None:
+    """Raises RequestError for variables of the chat template that are too many, nested too deeply or no MessagePack."""
+    path, num_values, parents = "chat_template_kwargs", 0, list[Any]([given])
+    while parents and num_values <= limits.MAX_TEMPLATE_VALUES:
+        parent = parents.pop()
+        if isinstance(parent, dict | list):
+            num_values += len(parent)
+            if num_values <= limits.MAX_TEMPLATE_VALUES:
+                parents += parent.values() if isinstance(parent, dict) else parent
+    if num_values > limits.MAX_TEMPLATE_VALUES:
+        raise invalid_field(path, f"must have at most {limits.MAX_TEMPLATE_VALUES} names, members and items in all")
+    check_free_form(given, path)
 
 
 def check_members(schema: object, path: str, max_properties: int) -> None:

@@ -16,7 +16,14 @@ from tokenbus.protocol.wire import block_hash, codec, errors, generate, internal
 from tokenbus.protocol.wire.checks.strict_schema import check_strict
 from tokenbus.protocol.wire.errors import invalid_field
 from tokenbus.protocol.wire.params import GenerationParams, JsonSchema, Range, ranges_of
-from tokenbus.protocol.wire.tools import check_free_form, check_json_size, check_members, check_tool_choice, check_tools
+from tokenbus.protocol.wire.tools import (
+    check_free_form,
+    check_json_size,
+    check_members,
+    check_template_arguments,
+    check_tool_choice,
+    check_tools,
+)
 
 _REQUEST = messages.GenerateRequest
 _TOOLS_NEED_MESSAGES = "need messages: a prompt has no place for them"
@@ -56,7 +63,7 @@ def _check_prompt_fields(request: messages.GenerateRequest) -> None:
     """Checks what only some kinds of prompts may have."""
     if request.messages is not None:
         _check_messages(request.messages)
-    check_free_form(request.chat_template_kwargs, "chat_template_kwargs")
+    check_template_arguments(request.chat_template_kwargs)
     if request.tools and request.messages is None:
         raise invalid_field("tools", _TOOLS_NEED_MESSAGES)
     if request.reasoning is not None and request.messages is None:
@@ -104,7 +111,7 @@ def check_tokenize(request: internal.Tokenize) -> None:
     _check_messages(request.messages or [])
     if request.continue_final_message:
         _check_continued(request.messages)
-    check_free_form(request.chat_template_kwargs, "chat_template_kwargs")
+    check_template_arguments(request.chat_template_kwargs)
     check_tools(request.tools or [])
 
 
@@ -123,7 +130,7 @@ def check_tokenize_request(request: messages.TokenizeRequest) -> None:
         _check_messages(request.messages)
     if request.continue_final_message:
         _check_continued(request.messages)
-    check_free_form(request.chat_template_kwargs, "chat_template_kwargs")
+    check_template_arguments(request.chat_template_kwargs)
     check_tools(request.tools or [])
 
 

@@ -22,6 +22,7 @@ from tokenbus.protocol.wire.messages import (
     ResponseFormat,
     ResumeFrom,
     RoutingOptions,
+    TokenizeRequest,
 )
 from tokenbus.protocol.wire.params import CacheControl, GenerationParams, ranges_of
 
@@ -327,6 +328,28 @@ def test_a_value_that_is_passed_on_holds_integers_of_64_bits_and_no_larger_ones(
     for path, asked in PASSED_ON.items():
         validation.check_request(asked({"a": [1.5, {"b": number}]}))
         assert refusal(asked({"a": [1.5, {"b": beyond}]})).param == path
+
+
+@pytest.mark.parametrize(
+    "make_arguments",
+    [
+        lambda number: {f"k{index}": 1 for index in range(number)},
+        lambda number: {"a": [1] * (number - 1)},
+        lambda number: {"a": {f"k{index}": [] for index in range(number - 1)}},
+        lambda number: {"a": [[1]] * ((number - 1) // 2), "b": 1},
+    ],
+    ids=["names", "items", "members", "nested items"],
+)
+def test_template_arguments_have_up_to_so_many_values(make_arguments: Callable[[int], dict[str, Any]]) -> None:
+    fits, exceeds = make_arguments(limits.MAX_TEMPLATE_VALUES), make_arguments(limits.MAX_TEMPLATE_VALUES + 2)
+    talk = [ChatMessage(role="user", content="hi")]
+    validation.check_request(make(messages=talk, chat_template_kwargs=fits))
+    validation.check_tokenize_request(TokenizeRequest(messages=talk, chat_template_kwargs=fits))
+    error = refusal(make(messages=talk, chat_template_kwargs=exceeds))
+    assert (error.code, error.param) == (Code.INVALID_REQUEST, "chat_template_kwargs")
+    assert error.message == "chat_template_kwargs: must have at most 20000 names, members and items in all"
+    with pytest.raises(errors.RequestError, match="names, members and items"):
+        validation.check_tokenize_request(TokenizeRequest(messages=talk, chat_template_kwargs=exceeds))
 
 
 def test_a_schema_or_tool_with_keys_that_json_has_not_is_refused() -> None:
