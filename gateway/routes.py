@@ -27,6 +27,9 @@ from tokenbus.gateway.http.http_errors import ApiError, ErrorResponse
 from tokenbus.gateway.serving.catalog import NO_MODELS, Listing
 from tokenbus.gateway.serving.dialect import RecordResource, Report, Resource
 from tokenbus.gateway.serving.endpoint import EndpointApp, Services
+from tokenbus.gateway.usage import not_kept
+from tokenbus.protocol.bus.bucket import BucketMissingError
+from tokenbus.protocol.shared_answer import SharedAnswer
 from tokenbus.protocol.wire import errors
 
 _READY_TIMEOUT_S = 1.0
@@ -42,7 +45,7 @@ class Routes:
 
     def __init__(self, services: Services) -> None:
         self._services = services
-
+        self._usage_problem = SharedAnswer(lambda: services.tenants.gateway_client.usage_problem())
         self._reports = asyncio.Semaphore(_MAX_REPORTS)
 
     def __repr__(self) -> str:
@@ -109,7 +112,10 @@ class Routes:
         async with tenants.admitted(request, looks_on=True) as tenant, tenant.reporting, self._reports:
             query = {name: request.query_params.getlist(name) for name in request.query_params}
             accept = request.headers.get("accept", "")
-            answered, kind = await report.answer(self._services.usage, tenant.caller, query, accept, time.time())
+            try:
+                answered, kind = await report.answer(self._services.usage, tenant.caller, query, accept, time.time())
+            except BucketMissingError as error:
+                raise ApiError(not_kept(await self._usage_problem.get())) from error
         return Response(answered, media_type=kind)
 
     async def home(self, request: Request) -> Response:

@@ -29,6 +29,7 @@ _DEFAULT_ROWS = 1_000
 _NO_KEY = "-"
 _JSON, _CSV = "application/json", "text/csv; charset=utf-8"
 _NOT_KEPT = ErrorResponse(404, "usage_not_kept", "no router of this fleet keeps usage: start them with --usage")
+_NO_ROOM = "the broker needs JetStream, and room for it on its disk (max_file_store)"
 _UNREACHABLE = ErrorResponse(503, "usage_unavailable", "usage can't be read at the moment", None, True, 1_000.0)
 _MAX_BUCKETS, _DEFAULT_BUCKETS = 31, 7
 _DAY_S = 86_400
@@ -119,6 +120,11 @@ def scope_of(caller: Caller, tenant: str | None, key: str | None) -> Scope:
     return Scope(caller.tenant, key)
 
 
+def not_kept(problem: str | None) -> ErrorResponse:
+    """Returns the response where there is no usage, by what routers say of it; None if none answers."""
+    return _UNREACHABLE._replace(message=f"routers can't save usage ({problem}): {_NO_ROOM}") if problem else _NOT_KEPT
+
+
 async def _answer(store: UsageStore, caller: Caller, query: Query, accept: str, now: float) -> tuple[bytes, str]:
     today = usage.day_at(now)
     first = _parsed(query, "from", lambda text: usage.parse_day(text, today), _DEFAULT_DAYS)
@@ -160,8 +166,8 @@ async def _read(store: UsageStore, asked: UsageQuery) -> UsageReport:
         return await store.report(asked)
     except usage.TooManyRowsError as error:
         raise errors.invalid_field("group_by", str(error)) from error
-    except BucketMissingError as error:
-        raise ApiError(_NOT_KEPT) from error
+    except BucketMissingError:
+        raise
     except BucketError as error:
         raise ApiError(_UNREACHABLE) from error
 

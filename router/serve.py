@@ -240,6 +240,7 @@ class Router:
             throttled=self._quota.num_throttled,
             shares_limits=self._quota.is_sharing,
             usage_unsaved_s=0.0 if self.usage is None else round(self.usage.unsaved_s, 1),
+            usage_problem="" if self.usage is None else self.usage.problem,
             audit_queued=0 if self.audit is None else len(self.audit),
             audit_lost=0 if self.audit is None else self.audit.num_lost,
         )

@@ -69,7 +69,10 @@ def _run(options: argparse.Namespace) -> int:
     except (asyncio.CancelledError, KeyboardInterrupt):
         return EXIT_INTERRUPTED
     except BucketMissingError:
-        return print_error("there is no audit log: no process has written to it (--audit), or there is no JetStream")
+        return print_error(
+            "there is no audit log: no process has written to it (--audit), or the broker needs JetStream, and room "
+            "for it on its disk (max_file_store), which those processes' logs say then (audit_not_written)"
+        )
     except BucketError as error:
         return print_error(f"the audit log can't be read: {error}")
     except (ConnectionError, ValueError) as error:

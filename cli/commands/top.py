@@ -261,7 +261,8 @@ def _router_lines(router: messages.RouterStats) -> Iterator[str]:
     if router.shares_limits:
         yield "limits are shared out evenly: the bucket by which they hold across routers can't be reached"
     if router.usage_unsaved_s > _LATE_S:
-        yield f"usage of the last {duration_text(router.usage_unsaved_s)} is not saved"
+        problem = f": {router.usage_problem}" if router.usage_problem else ""
+        yield f"usage of the last {duration_text(router.usage_unsaved_s)} is not saved{problem}"
     if router.audit_queued > _LATE_RECORDS or router.audit_lost:
         yield f"audit log: {router.audit_queued:,} records wait, {router.audit_lost:,} were lost"
     for refused in router.refused_cards:

@@ -13,6 +13,7 @@ from tokenbus.cli.console.arguments import ArgumentType
 from tokenbus.cli.console.flags import Parser, UsageError
 from tokenbus.cli.console.plain_text import printable
 from tokenbus.cli.console.session import EXIT_INTERRUPTED, print_error
+from tokenbus.client.wire.wire_client import WireClient
 from tokenbus.protocol.access import usage
 from tokenbus.protocol.access.usage import Counts, Dimension, UsageQuery, UsageRow
 from tokenbus.protocol.access.usage_store import BUCKET, UsageReport, UsageStore
@@ -24,6 +25,11 @@ from tokenbus.protocol.wire import subjects
 _CONNECT_TIMEOUT_S = 2.0
 _READ_TIMEOUT_S = 10.0
 _NO_KEY = "-"
+_NEEDS = "the broker needs JetStream, and room for it on its disk (max_file_store)"
+
+
+class _NotKeptError(Exception):
+    """There is no usage; the text says why."""
 
 
 def _day(text: str) -> str:
@@ -71,8 +77,8 @@ def _run(prog: str, options: argparse.Namespace) -> int:
         raise
     except asyncio.CancelledError:
         return EXIT_INTERRUPTED
-    except BucketMissingError:
-        return print_error("there is no usage: no router has kept any (router --usage), or the broker has no JetStream")
+    except _NotKeptError as error:
+        return print_error(f"there is no usage: {printable(str(error))}")
     except BucketError as error:
         return print_error(f"usage can't be read: {error}")
     except (ConnectionError, ValueError) as error:
@@ -86,8 +92,20 @@ async def _read(options: argparse.Namespace, query: UsageQuery) -> UsageReport:
     try:
         bucket = Bucket(connection, bucket_name(options.prefix, BUCKET), _READ_TIMEOUT_S)
         return await UsageStore(bucket).report(query)
+    except BucketMissingError as error:
+        client = await WireClient.from_connection(connection, tenant=subjects.OPERATOR_TENANT, prefix=options.prefix)
+        raise _NotKeptError(_why_not_kept(await client.usage_problem())) from error
     finally:
         await connection.close()
+
+
+def _why_not_kept(problem: str | None) -> str:
+    """Returns why there is none, by what routers say of it; None if none answers."""
+    if problem is None:
+        return f"no router has kept any (router --usage), or {_NEEDS}; no router answers that would know"
+    if problem:
+        return f"routers can't save any ({problem}): {_NEEDS}, and then they save what they have counted"
+    return "no router keeps any: start them with --usage"
 
 
 def _print(options: argparse.Namespace, query: UsageQuery, report: UsageReport) -> None:

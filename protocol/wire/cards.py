@@ -377,6 +377,8 @@ class RouterStats(msgspec.Struct, frozen=True, kw_only=True):
     """Whether limits are shared out evenly, since the bucket by which they hold across routers can't be reached."""
     usage_unsaved_s: float = 0.0
     """Time for which the oldest usage has not been saved."""
+    usage_problem: str = ""
+    """Why usage can't be saved; empty if it can, or if this router keeps none."""
     audit_queued: int = 0
     """Records that wait to be stored in the audit log."""
     audit_lost: int = 0

@@ -11,6 +11,8 @@ from tokenbus.protocol.wire import limits
 
 DEFAULT_PREFIX = "tokenbus.v1"
 DEFAULT_TENANT = "default"
+OPERATOR_TENANT = "operator"
+"""The tenant whose viewers see the limits of all, where there are no keys."""
 DEFAULT_INBOX_PREFIXES = ("_INBOX",)
 TENANT_PLACEHOLDER = "{tenant}"
 """Placeholder in an inbox prefix for the tenant's name as a subject token."""

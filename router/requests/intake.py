@@ -41,7 +41,6 @@ from tokenbus.router.telemetry.metrics import RouterMetrics
 _requests = codec.Decoder(messages.GenerateRequest)
 _listings = codec.Decoder(messages.ModelsRequest)
 _views = codec.Decoder(messages.FleetRequest)
-_OPERATOR = "operator"
 _traces = codec.Decoder(messages.TraceRequest)
 _DUPLICATE_GRACE_S = 0.05
 """A request whose id is in flight is tried again after this long: its client may have seen the earlier one end before
@@ -282,7 +281,7 @@ class Intake:
         def answer(encoding: codec.Encoding, who: subjects.ModelAddress, key: KeyRecord | None) -> None:
             asked = _views.decode(message.data, encoding) if message.data else messages.FleetRequest()
             # only the operator's user may ask under this name without a key
-            is_operator = who.tenant == _OPERATOR if key is None else key.role is Role.OPERATOR
+            is_operator = who.tenant == subjects.OPERATOR_TENANT if key is None else key.role is Role.OPERATOR
             self._viewers.ask(message.reply, asked, encoding, who.tenant, who.key_id, is_operator=is_operator)
 
         self._show(message, answer, self._viewers.refuse)

@@ -53,6 +53,11 @@ class UsageRecorder:
         """Time for which the oldest usage has not been saved."""
         return self._writer.unsaved_s()
 
+    @property
+    def problem(self) -> str:
+        """Why usage can't be saved; empty if it can."""
+        return self._writer.problem
+
     def show(self) -> None:
         """Brings the gauges up to date."""
         self._metrics.usage_counters.set(len(self._writer.counters))

@@ -61,7 +61,8 @@ class UsageWriter:
         """When the bucket was made, once known."""
         self._checked_at = float("-inf")
         self._fold_at = time.monotonic() + rng.uniform(1.0, _FOLD_INTERVAL_S)  # not all routers at the same time
-        self._is_failing = False
+        self.problem = ""
+        """Why the last attempt to save failed; empty if it did not."""
         self._log = structlog.get_logger()
 
     def __repr__(self) -> str:
@@ -119,13 +120,13 @@ class UsageWriter:
             self.on_failure()
             if isinstance(error, BucketMissingError):
                 self._checked_at = float("-inf")
-            if not self._is_failing:
+            if not self.problem:
                 self._log.error("usage_not_saved", error=str(error))
-            self._is_failing = True
+            self.problem = str(error) or type(error).__name__
             return
-        if self._is_failing:
+        if self.problem:
             self._log.info("usage_saved")
-        self._is_failing = False
+        self.problem = ""
         self.counters.forget_before(self.today)
 
     async def fold(self) -> None:

@@ -53,6 +53,27 @@ async def test_the_tokens_of_a_router_that_can_not_continue_a_message_are_refuse
     await router.close()
 
 
+async def test_why_usage_is_not_saved_is_told_by_whichever_router_knows(url: str) -> None:
+    router, problems = await RawClient.connect(url), list[str]()
+    stats = dict.fromkeys(("decisions", "waiting", "indexed_blocks"), 0)
+    stats |= dict.fromkeys(
+        ("decisions_per_s", "decision_p50_us", "decision_p99_us", "predicted_hit_rate", "hit_rate"), 0
+    )
+
+    async def tell(message: Msg) -> None:
+        for name, problem in zip(("one", "two"), problems, strict=False):
+            told = {"router_id": name, "router": {"router_id": name, **stats, "usage_problem": problem}}
+            await router.nats.publish(message.reply, json.dumps(told).encode())
+
+    async with await WireClient.connect(url) as client:
+        assert await client.usage_problem(0.01) is None
+        await router.nats.subscribe(f"{PREFIX}.fleet", cb=tell)
+        await router.settle()
+        problems += ["", "no room"]
+        assert await client.usage_problem(60) == "no room"
+    await router.close()
+
+
 async def test_a_lost_stream_goes_on_under_a_new_id_at_a_new_reply_subject(url: str) -> None:
     router, asked = await RawClient.connect(url), list[tuple[str, dict[str, Any]]]()
     cancelled = asyncio.Queue[str]()

@@ -224,8 +224,26 @@ def test_what_openais_form_can_not_say_here_is_refused(query: dict[str, str], pr
     assert problem in refusal(OPERATOR, COMPLETIONS, **query)
 
 
-def test_no_usage_and_no_bucket_in_reach_are_told_apart() -> None:
-    for problem, status in ((BucketMissingError("none"), 404), (BucketError("away"), 503)):
-        with pytest.raises(ApiError) as caught:
-            get(OPERATOR, store=Store(problem))
-        assert caught.value.response.status == status
+@pytest.mark.parametrize(
+    ("problem", "told", "status", "words"),
+    [
+        (BucketMissingError("none"), "", 404, "start them with --usage"),
+        (BucketMissingError("none"), None, 404, "start them with --usage"),
+        (BucketMissingError("none"), "insufficient storage", 503, "(insufficient storage): the broker needs JetStream"),
+        (BucketError("away"), "", 503, "can't be read at the moment"),
+    ],
+)
+async def test_no_usage_no_room_for_it_and_no_bucket_in_reach_are_told_apart(
+    problem: Exception, told: str | None, status: int, words: str
+) -> None:
+    stage, asked = Stage(ApiKeys([])), Request({"type": "http", "headers": [], "query_string": b""})
+
+    async def usage_problem() -> str | None:
+        return told
+
+    stage.tenants.gateway_client.usage_problem = usage_problem  # type: ignore[method-assign]
+    services: Any = SimpleNamespace(tenants=stage.tenants, usage=Store(problem))
+    with pytest.raises(ApiError) as caught:
+        await Routes(services)._report(OURS, asked)
+    assert caught.value.response.status == status
+    assert words in caught.value.response.message

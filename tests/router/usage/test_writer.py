@@ -4,9 +4,11 @@ import datetime
 import random
 import time
 from itertools import count
+from pathlib import Path
 
 import pytest
 
+from tokenbus.cli.console import nats_server
 from tokenbus.protocol.access import usage, usage_store
 from tokenbus.protocol.access.usage import Counts, UsageKind, UsageQuery
 from tokenbus.protocol.access.usage_store import UsageStore
@@ -53,6 +55,25 @@ async def test_what_was_counted_is_read_by_tenant_key_and_model_and_saved_once(b
     assert [row.group for row in report.rows] == [
         (key, adapter) for key in ("", "k1", "k2") for adapter in ("", "pirate")
     ]
+
+
+async def test_where_the_broker_has_no_room_for_the_bucket_it_is_known_why_until_it_has(tmp_path: Path) -> None:
+    config = tmp_path / "small.conf"
+    config.write_text(f"jetstream {{ store_dir: '{tmp_path}', max_file_store: 10MB }}\n")
+    server = await nats_server.start(0, tmp_path / "nats.log", config)
+    try:
+        connection = await nats.connect(nats.BusSettings(url=server.url), "test")
+        full = Bucket(connection, "usage")
+        one = writer(full)
+        one.count("acme", "k1", "chat", CHAT, ONE)
+        await one.save()
+        assert one.problem == "insufficient storage resources available"
+        await full.create(BucketLimits(max_bytes=1024 * 1024))
+        await one.save()
+        assert (one.problem, await total(full)) == ("", ONE)
+        await connection.close()
+    finally:
+        server.stop()
 
 
 async def test_a_bucket_that_is_deleted_is_made_again_with_all_that_is_known(
