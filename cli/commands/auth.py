@@ -76,7 +76,8 @@ def run_auth_init(options: argparse.Namespace) -> int:
     found = seeds.create(Path(options.seeds))
     print(broker_config.broker_config(found, options.prefix), end="")
     print(
-        f"tokenbus: the seeds are in {options.seeds}: every `tokenbus auth` needs them, and no one else",
+        f"tokenbus: the seeds are in {options.seeds}: every `tokenbus auth` needs them, and no one else\n"
+        "tokenbus: with this configuration a broker listens on all addresses, without TLS; its comments change that",
         file=sys.stderr,
     )
     return 0
