@@ -80,6 +80,7 @@ async def serve(settings: GatewaySettings, read_settings: Callable[[], GatewaySe
         stack.callback(tasks.background("release tenants", tenants.tend()).cancel)
         storage = StorageLimits(settings.stored_responses_s, settings.stored_responses_bytes)
         records = await Records.open(connection, settings.prefix, storage, measured)
+        stack.callback(tasks.background("wait for the bucket of responses", records.wait_for_bucket()).cancel)
         services = Services(
             limit=limit,
             tenants=tenants,

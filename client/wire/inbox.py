@@ -52,6 +52,7 @@ class Inbox:
         self._reply_tokens: dict[ChunkStream, str] = {}
         self._is_idle = asyncio.Event()
         self._is_idle.set()
+        self._is_busy = asyncio.Event()
         self._orphans: TTLCache[bool] = TTLCache(_CANCEL_AGAIN_S, _MAX_ORPHANS)
         """Ids of recently cancelled requests, so that none is cancelled again for each of its late chunks."""
         self._error: errors.Error | None = None
@@ -99,9 +100,7 @@ class Inbox:
         """Publishes a stream's request under a new reply subject. If that fails, the stream is told why."""
         payload = codec.encode(request, self._encoding)  # may raise, so it comes before the stream is registered
         token = secrets.token_hex(8)
-        self._streams[token] = stream
-        self._reply_tokens[stream] = token
-        self._is_idle.clear()
+        self._register(token, stream)
         if self._error is not None:
             stream.refuse(self._error, time.monotonic())
             return
@@ -120,14 +119,18 @@ class Inbox:
     def submit_when_addressed(self, stream: ChunkStream, find_subject: Callable[[], Awaitable[str]]) -> None:
         """Submits a stream as soon as the subject of its request is found. If none is, the stream is told why."""
         token = secrets.token_hex(8)
-        self._streams[token], self._reply_tokens[stream] = stream, token
-        self._is_idle.clear()
+        self._register(token, stream)
         stream.is_uploading = True
         self._uploads[token] = tasks.background(
             "address",
             self._address(stream, find_subject),
             lambda _: stream.fail(errors.make_error(errors.Code.INTERNAL)),
         )
+
+    def _register(self, token: str, stream: ChunkStream) -> None:
+        self._streams[token], self._reply_tokens[stream] = stream, token
+        self._is_idle.clear()
+        self._is_busy.set()
 
     async def _address(self, stream: ChunkStream, find_subject: Callable[[], Awaitable[str]]) -> None:
         try:
@@ -207,6 +210,7 @@ class Inbox:
             del self._streams[token]
             if not self._streams:
                 self._is_idle.set()
+                self._is_busy.clear()
             uploading = self._uploads.pop(token, None)
             if uploading is not None and uploading is not asyncio.current_task():
                 uploading.cancel()
@@ -276,13 +280,15 @@ class Inbox:
                 self._connection.publish(self._names.cancel(chunk.id, self._tenant), b"")
 
     async def _tick_forever(self) -> None:
-        ticked_at = time.monotonic()
         while True:
-            await asyncio.sleep(_TICK_S)
-            now = time.monotonic()
-            pause_s = now - ticked_at
-            ticked_at = now
-            self._for_each(methodcaller("tick", now, pause_s if pause_s > _MAX_PAUSE_S else 0.0))
+            await self._is_busy.wait()  # a gateway has an inbox for each tenant, most of which are idle
+            ticked_at = time.monotonic()
+            while self._streams:
+                await asyncio.sleep(_TICK_S)
+                now = time.monotonic()
+                pause_s = now - ticked_at
+                ticked_at = now
+                self._for_each(methodcaller("tick", now, pause_s if pause_s > _MAX_PAUSE_S else 0.0))
 
     def _for_each(self, act: Callable[[ChunkStream], None]) -> None:
         """Calls `act` with each open stream. If that raises, this stream ends in `internal`, and no other."""

@@ -9,6 +9,7 @@ is: parts are small, and before a tenant writes more of them than its share has 
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Iterator
+from weakref import WeakValueDictionary
 
 import nats.errors
 from nats.js import JetStreamContext, api
@@ -50,8 +51,9 @@ class JetStreamStore:
         self._js: JetStreamContext = connection.jetstream(timeout_s)
         self._bucket = bucket
         self._max_part_bytes = connection.max_payload - limits.MESSAGE_RESERVE_BYTES
-        self._turns: dict[str, asyncio.Lock] = {}
-        """A tenant's records are written one at a time, or it would exceed its share meanwhile."""
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        """A tenant's records are written one at a time, or it would exceed its share meanwhile. Its lock is there while
+        some are written or wait."""
         self._records = KeyValue(bucket, f"KV_{bucket}", f"$KV.{bucket}.", self._js, direct=True)
 
     def __repr__(self) -> str:

@@ -98,6 +98,37 @@ class MemoryStore:
             share.drop(name)
 
 
+class LateStore:
+    """A store that was not there at first. What was kept in memory until then is read from there until it expires."""
+
+    def __init__(self, store: RecordStore, earlier: MemoryStore) -> None:
+        self.place = store.place
+        self._store = store
+        self._earlier = earlier
+
+    def __repr__(self) -> str:
+        return f"<LateStore {self._store!r} after {self._earlier!r}>"
+
+    @property
+    def limits(self) -> StorageLimits:
+        return self._store.limits
+
+    @limits.setter
+    def limits(self, limits: StorageLimits) -> None:
+        self._store.limits = self._earlier.limits = limits
+
+    async def put(self, tenant: str, name: str, record: bytes) -> None:
+        await self._store.put(tenant, name, record)
+
+    async def get(self, tenant: str, name: str) -> bytes | None:
+        earlier = await self._earlier.get(tenant, name)
+        return earlier if earlier is not None else await self._store.get(tenant, name)
+
+    async def delete(self, tenant: str, name: str) -> None:
+        await self._earlier.delete(tenant, name)
+        await self._store.delete(tenant, name)
+
+
 class _Share:
     """The records of one tenant, the oldest first."""
 

@@ -1,5 +1,6 @@
 """The records of the gateway's tenants: counted, logged, and without the differences between stores."""
 
+import asyncio
 from collections.abc import Mapping
 
 import structlog
@@ -7,16 +8,32 @@ import structlog
 from tokenbus.gateway.admission.metrics import GatewayMetrics
 from tokenbus.gateway.http import http_errors
 from tokenbus.gateway.storage.jetstream_store import JetStreamStore, bucket_of
-from tokenbus.gateway.storage.record_store import MemoryStore, RecordStore, StorageLimits, StoreError
+from tokenbus.gateway.storage.record_store import (
+    LateStore,
+    MemoryStore,
+    RecordStore,
+    StorageLimits,
+    StoreError,
+)
 from tokenbus.protocol.bus.connection import Connection
+
+_FIRST_PAUSE_S, _MAX_PAUSE_S = 5.0, 600.0
+"""The time until a missing bucket is looked for again, which doubles: a broker that forbids it logs each attempt."""
 
 
 class Records:
     """All records of a gateway."""
 
-    def __init__(self, store: RecordStore | None, limits: StorageLimits, metrics: GatewayMetrics) -> None:
-        """`store` is None if nothing is kept."""
+    def __init__(
+        self,
+        store: RecordStore | None,
+        limits: StorageLimits,
+        metrics: GatewayMetrics,
+        awaited: JetStreamStore | None = None,
+    ) -> None:
+        """`store` is None if nothing is kept; `awaited` takes its place once it can be opened."""
         self.store = store
+        self._awaited = awaited
         self._limits = limits
         self._metrics = metrics
         self._is_failing = False
@@ -32,24 +49,45 @@ class Records:
     def share_among(self, num_tenants: int) -> None:
         """Changes the number of tenants, each of which has an equal share."""
         self._limits = self._limits._replace(num_tenants=num_tenants)
-        if self.store is not None:
-            self.store.limits = self._limits
+        for store in (self.store, self._awaited):
+            if store is not None:
+                store.limits = self._limits
 
     @classmethod
     async def open(
         cls, connection: Connection, prefix: str, limits: StorageLimits, metrics: GatewayMetrics
     ) -> "Records":
-        """Opens the broker's bucket or, if it has no JetStream or does not allow it, a store in memory."""
+        """Opens the broker's bucket or, while it has no JetStream or does not allow it, a store in memory."""
         if not limits.max_age_s or not limits.max_bytes:
             return cls(None, limits, metrics)
-        shared, reason = JetStreamStore(connection, bucket_of(prefix), limits), None
-        store: RecordStore = shared
+        shared = JetStreamStore(connection, bucket_of(prefix), limits)
+        records = cls(MemoryStore(limits), limits, metrics, shared)
+        if reason := await records.open_bucket():
+            structlog.get_logger().info("responses_kept", place=MemoryStore.place, reason=reason)
+        return records
+
+    async def wait_for_bucket(self) -> None:
+        """Tries to open the broker's bucket now and then, until it can: JetStream may have no leader yet, or be turned
+        on later."""
+        pause_s = _FIRST_PAUSE_S
+        while self._awaited is not None:
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _MAX_PAUSE_S)
+            await self.open_bucket()
+
+    async def open_bucket(self) -> str:
+        """Uses the broker's bucket from now on if it can be opened, else returns why not."""
+        if self._awaited is None:
+            return ""
         try:
-            await shared.open()
+            await self._awaited.open()
         except StoreError as error:
-            store, reason = MemoryStore(limits), str(error)
-        structlog.get_logger().info("responses_kept", place=store.place, reason=reason)
-        return cls(store, limits, metrics)
+            return str(error)
+        earlier, self.store, self._awaited = self.store, self._awaited, None
+        if isinstance(earlier, MemoryStore) and earlier.num_bytes:
+            self.store = LateStore(self.store, earlier)
+        structlog.get_logger().info("responses_kept", place=self.store.place, reason=None)
+        return ""
 
     def of(self, tenant: str) -> "TenantRecords":
         return TenantRecords(self, tenant)

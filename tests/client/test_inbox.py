@@ -1,7 +1,10 @@
 """One stream's error does not keep the others from being looked after."""
 
 import asyncio
+import functools
+import time
 
+import pytest
 from nats.aio.subscription import Subscription
 
 from tests.support.recording_bus import RecordingBus
@@ -46,4 +49,41 @@ async def test_a_stream_that_fails_ends_and_the_others_still_ask_for_what_is_mis
         while not any("resync.default.other.demo" in message.subject for message in bus.take()):
             await asyncio.sleep(0.01)
     assert [chunk.error.code for chunk in chunks if chunk.error] == [errors.Code.INTERNAL]
+    await inbox.close()
+
+
+async def test_an_inbox_without_streams_does_not_wake_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    bus, ticks = Bus(), list[float]()
+    inbox = Inbox(bus, subjects.Subjects(), "default", codec.Encoding.JSON)  # type: ignore[arg-type]
+    ticked = asyncio.Event()
+
+    async def tick(seconds: float) -> None:
+        ticks.append(seconds)
+        ticked.set()
+        await turn()
+
+    turn = functools.partial(asyncio.sleep, 0)
+    monkeypatch.setattr("tokenbus.client.wire.inbox.asyncio.sleep", tick)
+    await inbox.open()
+    for _ in range(10):
+        await turn()
+    assert ticks == []
+    for name in ("one", "two"):
+        stream = ChunkStream(
+            messages.GenerateRequest(id=name, prompt="hi"),
+            codec.Encoding.JSON,
+            inbox,
+            time.monotonic(),
+            subject=SUBJECT,
+        )
+        inbox.submit(stream, messages.GenerateRequest(id=name, prompt="hi"))
+        await ticked.wait()
+        inbox.forget(stream)
+        for _ in range(10):
+            await turn()
+        ticks.clear()
+        ticked.clear()
+        for _ in range(10):
+            await turn()
+        assert ticks == []
     await inbox.close()

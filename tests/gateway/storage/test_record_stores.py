@@ -178,6 +178,13 @@ async def test_a_broker_that_is_gone_fails_a_call_and_loses_nothing_else(tmp_pat
         await jetstream.close()
 
 
+async def test_nothing_is_left_of_tenants_that_store_nothing_now(jetstream: nats.Connection) -> None:
+    store = JetStreamStore(jetstream, next(_buckets), DAY)
+    await store.open()
+    await asyncio.gather(*(store.put(f"tenant-{number % 10}", "resp_1", b"one") for number in range(20)))
+    assert not store._turns
+
+
 async def test_records_of_a_tenant_do_not_wait_for_each_other_forever(
     jetstream: nats.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
