@@ -45,7 +45,7 @@ class Routes:
 
     def __init__(self, services: Services) -> None:
         self._services = services
-        self._usage_problem = SharedAnswer(lambda: services.tenants.gateway_client.usage_problem())
+        self._usage_problem = SharedAnswer(self._ask_usage_problem)
         self._reports = asyncio.Semaphore(_MAX_REPORTS)
 
     def __repr__(self) -> str:
@@ -53,7 +53,7 @@ class Routes:
 
     def paths(self) -> list[Route]:
         """Returns the routes of all paths. Where several resources have one path, a header chooses among them."""
-        apps: dict[str, _PathApp] = collections.defaultdict(_PathApp)
+        apps: dict[str, PathApp] = collections.defaultdict(PathApp)
         sharing: dict[str, list[Resource]] = {}
         for dialect in DIALECTS:
             for endpoint in dialect.endpoints:
@@ -89,22 +89,28 @@ class Routes:
         resource = next((one for one in sharing if one in dialect.resources), sharing[0])
         if resource.is_public:
             return _json(resource.answer(NO_MODELS, ""))
-        listing = await self._listing(request)
-        name = request.path_params.get("model", "").removesuffix("/")
+        async with self._services.tenants.admitted(request, looks_on=True) as tenant:
+            reply = await tenant.keyless_client.served()
+        name, payload = request.path_params.get("model", "").removesuffix("/"), b""
         if resource.model_in is not None:
             try:
                 with self._services.bodies.holding() as held:
                     read = body.read(request, _MAX_MODEL_BODY_BYTES, held, takes_any_type=dialect.takes_any_type)
-                    name = resource.model_in(await read)
+                    payload = await read
             except body.ClientDisconnectedError:
                 return Response(status_code=_CLIENT_GONE)  # no one reads it
-        return _json(resource.answer(listing, name))
+        with self._services.answering(tenant.caller, request):
+            name = name if resource.model_in is None else resource.model_in(payload)
+            listing = Listing.of(reply).of_patterns(tenant.caller.models).with_aliases(self._services.aliases)
+            return _json(resource.answer(listing, name))
 
     async def _record(self, resource: RecordResource, request: Request) -> Response:
-        async with self._services.tenants.admitted(request) as tenant:
-            records = self._services.records.of(tenant.name)
-            name, parser = request.path_params["id"], self._services.parser
-            answered = await resource.answer(records, name, request.query_params, parser)
+        services = self._services
+        async with services.tenants.admitted(request) as tenant:
+            with services.limit.admit(), services.bodies.holding() as held:
+                records = services.records.of(tenant.name, held)
+                name, parser = request.path_params["id"], services.parser
+                answered = await resource.answer(records, name, request.query_params, parser)
         return Response(answered, media_type="application/json")
 
     async def _report(self, report: Report, request: Request) -> Response:
@@ -117,6 +123,10 @@ class Routes:
             except BucketMissingError as error:
                 raise ApiError(not_kept(await self._usage_problem.get())) from error
         return Response(answered, media_type=kind)
+
+    async def _ask_usage_problem(self) -> str | None:
+        async with self._services.tenants.gateway_client.view_fleet() as viewer:
+            return await viewer.usage_problem()
 
     async def home(self, request: Request) -> Response:
         """Serves `GET /`: what this is, and where to find more; as a page for browsers, else in JSON."""
@@ -159,12 +169,6 @@ class Routes:
             return "no router answers"
         return ""
 
-    async def _listing(self, request: Request) -> Listing:
-        """Returns the models that a request may use, and their aliases. Raises ApiError and RequestError."""
-        async with self._services.tenants.admitted(request, looks_on=True) as tenant:
-            listing = Listing.of(await tenant.keyless_client.served())
-        return listing.of_patterns(tenant.caller.models).with_aliases(self._services.aliases)
-
 
 def make_app(services: Services, routes: Routes, console: Sequence[Route], allowed_origins: Sequence[str]) -> Starlette:
     """Returns the ASGI application, with the routes of the console. Web pages from the allowed origins may use it."""
@@ -198,7 +202,7 @@ class _CheckedHost:
         await answered(scope, receive, send)
 
 
-class _PathApp:
+class PathApp:
     """The ASGI application of a path, which has an application for each method."""
 
     def __init__(self) -> None:
@@ -207,7 +211,7 @@ class _PathApp:
         """The methods that are known to clients and not served, and why."""
 
     def __repr__(self) -> str:
-        return f"<_PathApp {self._allowed()}>"
+        return f"<PathApp {self._allowed()}>"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         method = scope["method"]

@@ -94,7 +94,8 @@ async def _read(options: argparse.Namespace, query: UsageQuery) -> UsageReport:
         return await UsageStore(bucket).report(query)
     except BucketMissingError as error:
         client = await WireClient.from_connection(connection, tenant=subjects.OPERATOR_TENANT, prefix=options.prefix)
-        raise _NotKeptError(_why_not_kept(await client.usage_problem())) from error
+        async with client.view_fleet() as viewer:
+            raise _NotKeptError(_why_not_kept(await viewer.usage_problem())) from error
     finally:
         await connection.close()
 

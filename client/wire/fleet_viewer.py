@@ -49,6 +49,18 @@ class FleetViewer:
             with contextlib.suppress(ConnectionError):
                 await self._connection.unsubscribe(self._subscription)
 
+    async def usage_problem(self, timeout_s: float = 1.0) -> str | None:
+        """Returns why a router can't save usage; an empty text if none says so in time, None if none answers."""
+        problem: str | None = None
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while not problem:
+                    await self.changed.wait()
+                    self.changed.clear()
+                    problems = [one.usage_problem for one in self.picture.routers()]
+                    problem = next(filter(None, problems), "" if problems else None)
+        return problem
+
     async def _ask_forever(self) -> None:
         while True:
             headers = codec.content_headers(self._encoding)

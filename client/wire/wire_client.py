@@ -251,19 +251,6 @@ class WireClient:
         subject = self._names.fleet_for(self._tenant, self._key_id)
         return FleetViewer(self._connection, subject, f"{self._inbox.prefix}.fleet", self._encoding)
 
-    async def usage_problem(self, timeout_s: float = 1.0) -> str | None:
-        """Returns why a router can't save usage; an empty text if none says so in time, None if none answers."""
-        problem: str | None = None
-        async with self.view_fleet() as viewer:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(timeout_s):
-                    while not problem:
-                        await viewer.changed.wait()
-                        viewer.changed.clear()
-                        problems = [one.usage_problem for one in viewer.picture.routers()]
-                        problem = next(filter(None, problems), "" if problems else None)
-        return problem
-
     async def traces(self, asked: messages.TraceRequest) -> Traces:
         """Returns how recent requests of this tenant went, by all routers. Raises RequestError."""
         subject = self._names.trace_for(self._tenant, self._key_id)

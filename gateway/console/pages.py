@@ -76,7 +76,7 @@ class ConsolePages:
         self._services = services
         self._acts_of = acts_of
         self._viewers = viewers
-        self._requests = RequestPages(services.tenants, self._identify)
+        self._requests = RequestPages(services, self._identify)
 
     def __repr__(self) -> str:
         return f"<ConsolePages {self._viewers!r}>"

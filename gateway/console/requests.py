@@ -13,9 +13,9 @@ from tokenbus.client.wire import trace_story
 from tokenbus.client.wire.trace_reader import RoutedTrace, Traces, bare_id
 from tokenbus.client.wire.trace_story import TraceSpan
 from tokenbus.gateway.admission.callers import Caller
-from tokenbus.gateway.admission.tenants import Tenants
 from tokenbus.gateway.console.access import private_json
 from tokenbus.gateway.http.http_errors import ApiError, ErrorResponse
+from tokenbus.gateway.serving.endpoint import Services
 from tokenbus.protocol.wire import messages, subjects
 from tokenbus.protocol.wire.traces import MAX_TRACES, first_token_ms
 
@@ -63,13 +63,13 @@ class ShownWay(msgspec.Struct, frozen=True, kw_only=True):
 class RequestPages:
     """The requests of one gateway's tenants, for the console."""
 
-    def __init__(self, tenants: Tenants, identify: Callable[[Request], Awaitable[Caller]]) -> None:
+    def __init__(self, services: Services, identify: Callable[[Request], Awaitable[Caller]]) -> None:
         """`identify` returns who looks, and raises ApiError for those who may see nothing."""
-        self._tenants = tenants
+        self._services = services
         self._identify = identify
 
     def __repr__(self) -> str:
-        return f"<RequestPages of {self._tenants!r}>"
+        return f"<RequestPages of {self._services.tenants!r}>"
 
     def routes(self) -> list[Route]:
         return [
@@ -86,10 +86,11 @@ class RequestPages:
             slower_than_ms=_number(query.get("slower_than_ms"), "slower_than_ms", 0, 1e12),
             limit=int(_number(query.get("limit"), "limit", 1, MAX_TRACES) or _DEFAULT_LIMIT),
         )
-        tenant, found = await self._ask(request, asked)
-        shown = [_row(one) for one in found.requests]
-        body = ShownRequests(tenant=tenant, requests=shown, truncated=found.truncated, routers=found.router_ids)
-        return private_json(body)
+        caller, tenant, found = await self._ask(request, asked)
+        with self._services.answering(caller, request):
+            shown = [_row(one) for one in found.requests]
+            body = ShownRequests(tenant=tenant, requests=shown, truncated=found.truncated, routers=found.router_ids)
+            return private_json(body)
 
     async def one(self, request: Request) -> Response:
         """Serves `GET /console/requests/{id}`: how one request went. Raises ApiError and RequestError."""
@@ -97,21 +98,22 @@ class RequestPages:
         request_id = bare_id(given)
         if not subjects.is_request_id(request_id):
             raise _unknown(given)
-        tenant, found = await self._ask(request, messages.TraceRequest(id=request_id))
+        caller, tenant, found = await self._ask(request, messages.TraceRequest(id=request_id))
         if (known := found.named(request_id)) is None:
             raise _unknown(given)
         router_id, trace = known
-        body = ShownWay(
-            tenant=tenant,
-            router_id=router_id,
-            request=trace,
-            first_token_ms=first_token_ms(trace),
-            story=trace_story.story(trace, router_id),
-            spans=trace_story.spans(trace),
-        )
-        return private_json(body)
+        with self._services.answering(caller, request):
+            body = ShownWay(
+                tenant=tenant,
+                router_id=router_id,
+                request=trace,
+                first_token_ms=first_token_ms(trace),
+                story=trace_story.story(trace, router_id),
+                spans=trace_story.spans(trace),
+            )
+            return private_json(body)
 
-    async def _ask(self, request: Request, asked: messages.TraceRequest) -> tuple[str, Traces]:
+    async def _ask(self, request: Request, asked: messages.TraceRequest) -> tuple[Caller, str, Traces]:
         caller = await self._identify(request)
         name = request.query_params.get("tenant") or caller.tenant
         if name != caller.tenant and not caller.is_operator:
@@ -120,8 +122,9 @@ class RequestPages:
             subjects.encode_name(name)
         except ValueError as error:
             raise ApiError(ErrorResponse(400, "invalid_request", f"tenant: {error}", "tenant")) from error
-        async with self._tenants.looking_at(name) as client:
-            return name, await client.traces(asked)
+        self._services.check_inquiries(caller, request)  # before routers have the work
+        async with self._services.tenants.looking_at(name) as client:
+            return caller, name, await client.traces(asked)
 
 
 def _row(one: RoutedTrace) -> ShownRequest:

@@ -1,9 +1,12 @@
 """Serves one path: admits, authenticates, logs and measures its requests, and sends their answers and errors."""
 
+import contextlib
 import dataclasses
 import functools
 import re
 import secrets
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -12,6 +15,7 @@ from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
 from tokenbus.gateway.admission.aliases import Aliases
+from tokenbus.gateway.admission.callers import Caller
 from tokenbus.gateway.admission.concurrency_limit import ConcurrencyLimit
 from tokenbus.gateway.admission.metrics import GatewayMetrics
 from tokenbus.gateway.admission.tenants import Tenant, Tenants
@@ -30,8 +34,10 @@ from tokenbus.gateway.serving.dialect import (
 )
 from tokenbus.gateway.serving.request_log import RequestLog
 from tokenbus.gateway.storage.records import Records
+from tokenbus.protocol.access.inquiries import Inquiries
 from tokenbus.protocol.access.usage_store import UsageStore
 from tokenbus.protocol.bus.bus import Bus
+from tokenbus.protocol.http.connection_table import client_address
 from tokenbus.protocol.http.http_server import disconnect_of
 from tokenbus.protocol.telemetry import tracing
 from tokenbus.protocol.wire import errors
@@ -53,6 +59,25 @@ class Services:
     records: Records
     usage: UsageStore
     parser: body.LargeBodyParser = dataclasses.field(default_factory=body.LargeBodyParser)
+    inquiries: Inquiries = dataclasses.field(default_factory=lambda: Inquiries("this gateway"))
+    """The accounts of those who ask about the system, and not a model."""
+    clock: Callable[[], float] = time.monotonic
+
+    @contextlib.contextmanager
+    def answering(self, caller: Caller, request: Request) -> Iterator[None]:
+        """Has a caller pay for the time of the block, in which an answer is made. Raises RequestError if they have had
+        too many."""
+        self.check_inquiries(caller, request)
+        began = self.clock()
+        try:
+            yield
+        finally:
+            now = self.clock()
+            self.inquiries.pay(_inquirer(caller, request), now - began, now)
+
+    def check_inquiries(self, caller: Caller, request: Request) -> None:
+        """Raises RequestError if a caller has had too many answers."""
+        self.inquiries.check(_inquirer(caller, request), self.clock())
 
 
 class EndpointApp:
@@ -109,10 +134,10 @@ class EndpointApp:
             max_bytes = self._services.bodies.max_body_bytes
             payload = await body.read(request, max_bytes, held, takes_any_type=self._takes_any_type)
         parse = functools.partial(self._endpoint.parse, payload, request.headers, log.request_id)
-        parser, records = self._services.parser, self._services.records
+        parser, records = self._services.parser, self._services.records.of(tenant.name, held)
         default, earlier = self._services.aliases.default, dict[str, bytes | None]()
         while True:
-            parse_with = functools.partial(parse, default, earlier, records.max_record_bytes)
+            parse_with = functools.partial(parse, default, earlier, self._services.records.max_record_bytes)
             try:
                 parsed = await parser.parse(parse_with, len(payload), expands=any(earlier.values()))
                 break
@@ -121,8 +146,7 @@ class EndpointApp:
                 default = await tenant.client.default_model(self._endpoint.feature)
             except UnreadRecordsError as unread:
                 for name in unread.names:
-                    earlier[name] = record = await records.read(tenant.name, name)
-                    held.add(len(record or b""))
+                    earlier[name] = await records.read(name)
         if isinstance(parsed, ParsedGeneration):
             log.received(parsed.model, stream=parsed.stream, body_bytes=len(payload), n=parsed.n)
         else:
@@ -158,6 +182,14 @@ class EndpointApp:
         log.code = response.code
         if not writer.has_started:
             await writer.send_error(self._form.status_of(response), response, self._form.encode)
+
+
+def _inquirer(caller: Caller, request: Request) -> str:
+    """Names who asks: by their key, by who a token says they are or, without either, by their address."""
+    if caller.key_id:
+        return f"key {caller.key_id}"
+    host = request.client.host if request.client else ""
+    return f"{caller.tenant} {caller.actor or client_address(host)}"
 
 
 def request_ids(given: str) -> tuple[str, str]:

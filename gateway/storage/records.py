@@ -7,6 +7,7 @@ import structlog
 
 from tokenbus.gateway.admission.metrics import GatewayMetrics
 from tokenbus.gateway.http import http_errors
+from tokenbus.gateway.http.body import HeldBody
 from tokenbus.gateway.storage.jetstream_store import JetStreamStore, bucket_of
 from tokenbus.gateway.storage.record_store import (
     LateStore,
@@ -89,8 +90,9 @@ class Records:
         structlog.get_logger().info("responses_kept", place=self.store.place, reason=None)
         return ""
 
-    def of(self, tenant: str) -> "TenantRecords":
-        return TenantRecords(self, tenant)
+    def of(self, tenant: str, held: HeldBody | None = None) -> "TenantRecords":
+        """Returns a tenant's records. What is read of them counts as part of a body that is held, if one is given."""
+        return TenantRecords(self, tenant, held)
 
     async def read(self, tenant: str, name: str) -> bytes | None:
         """Returns a record, if there is one. Raises ApiError if the store fails."""
@@ -146,15 +148,20 @@ class Records:
 class TenantRecords:
     """The records of one tenant, which are hidden from all others."""
 
-    def __init__(self, records: Records, tenant: str) -> None:
+    def __init__(self, records: Records, tenant: str, held: HeldBody | None = None) -> None:
         self._records = records
         self._tenant = tenant
+        self._held = held
 
     def __repr__(self) -> str:
         return f"<TenantRecords of {self._tenant}>"
 
     async def read(self, name: str) -> bytes | None:
-        return await self._records.read(self._tenant, name)
+        """Returns a record, if there is one. Raises ApiError if the store fails, or memory is short."""
+        found = await self._records.read(self._tenant, name)
+        if self._held is not None:
+            self._held.add(len(found or b""))
+        return found
 
     async def keep(self, records: Mapping[str, bytes]) -> bool:
         return await self._records.keep(self._tenant, records)

@@ -15,6 +15,7 @@ import msgspec
 import structlog
 from nats.aio.msg import Msg
 
+from tokenbus.protocol.access.inquiries import Inquiries, caller_of
 from tokenbus.protocol.access.keys import KeyRecord, Role
 from tokenbus.protocol.bus.bus import Bus, Subscription
 from tokenbus.protocol.bus.reply_sender import ReplySender
@@ -23,7 +24,6 @@ from tokenbus.protocol.parts.receiver import PartsReceiver
 from tokenbus.protocol.wire import codec, errors, messages, subjects
 from tokenbus.protocol.wire.checks import validation
 from tokenbus.router.access import key_checks
-from tokenbus.router.access.inquiries import Inquiries, caller_of
 from tokenbus.router.access.key_checks import KeyChecks
 from tokenbus.router.fleet.model_part import ModelPart
 from tokenbus.router.requests.calls.client_calls import Call, CallKind, ClientCalls
@@ -75,7 +75,7 @@ class Intake:
         ends: RequestEnds,
     ) -> None:
         self._traces = traces
-        self._inquiries = Inquiries()
+        self._inquiries = Inquiries("this router")
         self._ends = ends
         self._keys = keys
         self._part = part

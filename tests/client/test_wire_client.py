@@ -66,11 +66,13 @@ async def test_why_usage_is_not_saved_is_told_by_whichever_router_knows(url: str
             await router.nats.publish(message.reply, json.dumps(told).encode())
 
     async with await WireClient.connect(url) as client:
-        assert await client.usage_problem(0.01) is None
+        async with client.view_fleet() as viewer:
+            assert await viewer.usage_problem(0.01) is None
         await router.nats.subscribe(f"{PREFIX}.fleet", cb=tell)
         await router.settle()
         problems += ["", "no room"]
-        assert await client.usage_problem(60) == "no room"
+        async with client.view_fleet() as viewer:
+            assert await viewer.usage_problem(60) == "no room"
     await router.close()
 
 

@@ -5,11 +5,11 @@ import re
 import httpx2
 from starlette.routing import Route
 
-from tests.support.gateway_app import app_of
+from tests.support.gateway_app import GatewayApp
 
 
 async def test_no_path_is_answered_under_a_strangers_name() -> None:
-    app = app_of()
+    app = GatewayApp().app
     paths = [re.sub(r"\{.*?\}", "x", route.path) for route in app.routes if isinstance(route, Route)]
     assert len(paths) > 200
     async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://evil.example") as http:
@@ -22,6 +22,6 @@ async def test_no_path_is_answered_under_a_strangers_name() -> None:
 
 
 async def test_a_name_that_is_ours_is_served_and_any_where_keys_are_needed() -> None:
-    for app in (app_of(allowed_origins=("https://evil.example",)), app_of("one=acme")):
+    for app in (GatewayApp(allowed_origins=("https://evil.example",)).app, GatewayApp("one=acme").app):
         async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://evil.example") as http:
             assert (await http.get("/livez")).status_code == 200

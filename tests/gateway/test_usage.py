@@ -1,9 +1,11 @@
 """`GET /v1/usage` and OpenAI's form of it: who sees whose usage, pages, CSV, and what is refused."""
 
 import asyncio
+import contextlib
 import csv
 import io
 import json
+from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -238,10 +240,15 @@ async def test_no_usage_no_room_for_it_and_no_bucket_in_reach_are_told_apart(
 ) -> None:
     stage, asked = Stage(ApiKeys([])), Request({"type": "http", "headers": [], "query_string": b""})
 
-    async def usage_problem() -> str | None:
-        return told
+    class Viewer:
+        @contextlib.asynccontextmanager
+        async def view_fleet(self) -> AsyncIterator["Viewer"]:
+            yield self
 
-    stage.tenants.gateway_client.usage_problem = usage_problem  # type: ignore[method-assign]
+        async def usage_problem(self) -> str | None:
+            return told
+
+    stage.tenants.gateway_client = Viewer()  # type: ignore[assignment]
     services: Any = SimpleNamespace(tenants=stage.tenants, usage=Store(problem))
     with pytest.raises(ApiError) as caught:
         await Routes(services)._report(OURS, asked)

@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenbus.protocol.wire import errors, subjects
-from tokenbus.router.access.inquiries import (
+from tokenbus.protocol.access.inquiries import (
     CALLER_BURST_S,
     CALLER_SHARE,
     LEAST_S,
@@ -15,6 +14,7 @@ from tokenbus.router.access.inquiries import (
     Inquiries,
     caller_of,
 )
+from tokenbus.protocol.wire import errors, subjects
 
 
 def asks(inquiries: Inquiries, caller: str, cost_s: float, now: float) -> float:
@@ -30,7 +30,7 @@ def asks(inquiries: Inquiries, caller: str, cost_s: float, now: float) -> float:
 
 
 def test_a_caller_that_asks_without_end_gets_its_share_of_a_core_and_another_is_answered() -> None:
-    inquiries, taken_s = Inquiries(), 0.0
+    inquiries, taken_s = Inquiries("this router"), 0.0
     for number in range(10_000):
         taken_s += 0.005 * (asks(inquiries, "greedy", 0.005, number / 1e3) == 0.0)
         if number % 1_000 == 0:
@@ -39,7 +39,7 @@ def test_a_caller_that_asks_without_end_gets_its_share_of_a_core_and_another_is_
 
 
 def test_many_callers_together_get_no_more_than_a_share_of_a_core() -> None:
-    inquiries, taken_s = Inquiries(), 0.0
+    inquiries, taken_s = Inquiries("this router"), 0.0
     for number in range(20_000):
         taken_s += 0.002 * (asks(inquiries, f"caller {number}", 0.002, number / 1e3) == 0.0)
     assert taken_s == pytest.approx(20 * TOTAL_SHARE + TOTAL_BURST_S, abs=0.01)
@@ -48,7 +48,7 @@ def test_many_callers_together_get_no_more_than_a_share_of_a_core() -> None:
 
 @given(costs=st.lists(st.floats(0.0, 1.0), min_size=1, max_size=30))
 def test_who_waits_as_long_as_it_was_told_is_answered(costs: list[float]) -> None:
-    inquiries, now = Inquiries(), 0.0
+    inquiries, now = Inquiries("this router"), 0.0
     for cost_s in costs:
         if (wait_s := asks(inquiries, "a", cost_s, now)) > 0.0:
             now += wait_s
@@ -56,7 +56,7 @@ def test_who_waits_as_long_as_it_was_told_is_answered(costs: list[float]) -> Non
 
 
 def test_answers_that_cost_nothing_count_nevertheless() -> None:
-    inquiries = Inquiries()
+    inquiries = Inquiries("this router")
     answered = sum(asks(inquiries, "a", 0.0, 0.0) == 0.0 for _ in range(10_000))
     assert answered == pytest.approx(CALLER_BURST_S / LEAST_S, abs=2)
 

@@ -1,12 +1,14 @@
 """Bounds what answers about the system cost: nobody who only looks may delay those who generate.
 
-`models`, `fleet` and `trace` may be asked by everybody, as often as they like, and some answers take milliseconds of
-the one event loop in which a router does everything. So each answer is paid for with the time that it took. Every
-caller has an account that is paid back all the time, and so have all of them together; whoever has overdrawn is told
-when to ask again. An answer is paid for afterwards, so a cheap question is never refused for what it might have cost.
+What is served, and how requests went, may be asked by everybody, as often as they like, and some answers take
+milliseconds of the one event loop in which a router or gateway does everything. So each answer is paid for with the
+time that it took. Every caller has an account that is paid back all the time, and so have all of them together; whoever
+has overdrawn is told when to ask again. An answer is paid for afterwards, so a cheap question is never refused for what
+it might have cost.
 
 A caller is an API key or, where there are none, a connection, by the beginning of its inboxes: a console, a `top` and a
-user that ask over connections of their own have accounts of their own."""
+user that ask over connections of their own have accounts of their own. Over HTTP it is an address, in place of a
+connection."""
 
 import math
 
@@ -51,9 +53,11 @@ class _Account:
 
 
 class Inquiries:
-    """The accounts of those who ask one router. All times are in seconds of one monotonic clock."""
+    """The accounts of those who ask one process. All times are in seconds of one monotonic clock."""
 
-    def __init__(self) -> None:
+    def __init__(self, asked: str) -> None:
+        """`asked` is what errors call the process."""
+        self._asked = asked
         self._callers: TTLCache[_Account] = TTLCache(_TTL_S, MAX_CALLERS)
         self._all = _Account(TOTAL_SHARE, TOTAL_BURST_S)
         self.num_refused = 0
@@ -67,7 +71,9 @@ class Inquiries:
         own_s, all_s = 0.0 if account is None else account.wait_s(now), self._all.wait_s(now)
         if own_s or all_s:
             self.num_refused += 1
-            words = "you ask more than this router answers" if own_s else "this router is asked more than it answers"
+            words = (
+                f"you ask more than {self._asked} answers" if own_s else f"{self._asked} is asked more than it answers"
+            )
             wait_ms = math.ceil(1e3 * max(own_s, all_s))
             error = errors.make_error(errors.Code.OVERLOADED, f"{words}: ask less often", retry_after_ms=wait_ms)
             raise errors.RequestError(error)
