@@ -95,7 +95,8 @@ class Choices(Answers):
         request = self._request
         for number in range(1, self._n):
             seed = None if request.seed is None else (request.seed + number) % 2**32
-            stream = self._submit(codec.replace(request, id=f"{request.id}-{number}", seed=seed))
+            again = codec.replace(request, id=f"{request.id}-{number}", seed=seed, copy_of=self._streams[0].request_id)
+            stream = self._submit(again)
             self._streams.append(stream)
             if self._failure is not None:
                 stream.cancel()

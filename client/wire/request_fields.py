@@ -116,6 +116,7 @@ class GenerateFields(TypedDict, total=False):
     timeout_ms: float | None
     id: str | None
     resume_from: ResumeFields | None
+    copy_of: str | None
     routing: RoutingFields | None
 
 

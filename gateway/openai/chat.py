@@ -109,7 +109,6 @@ def read(chat: ChatRequest, head: RequestHead) -> ParsedGeneration:
         requests=(request,),
         encoder=functools.partial(
             ChunkEncoder,
-            n=chat.num_answers,
             form=chat.stream_form,
             prompt_logprobs=chat.prompt_logprobs,
             names_by_id=bool(chat.return_tokens_as_token_ids),
@@ -192,14 +191,13 @@ class ChunkEncoder(ChoicesEncoder):
         self,
         head: ResponseHead,
         *,
-        n: int = 1,
         form: StreamForm = PLAIN,
         prompt_logprobs: int | None = None,
         names_by_id: bool = False,
     ) -> None:
         """`prompt_logprobs` is how many of the likeliest tokens are shown for each one of the prompt, if these are.
         `names_by_id`: log probabilities name tokens by their ids."""
-        super().__init__(head, n=n, form=form)
+        super().__init__(head, form=form)
         self._num_prompt_logprobs = prompt_logprobs
         self._names_by_id = names_by_id
         self._opening: dict[str, Any] = {}

@@ -46,10 +46,9 @@ class ChoicesEncoder:
     event_type: ClassVar[type[Any]]
     response_type: ClassVar[type[Any]]
 
-    def __init__(self, head: ResponseHead, *, n: int = 1, form: StreamForm = PLAIN) -> None:
+    def __init__(self, head: ResponseHead, *, form: StreamForm = PLAIN) -> None:
         self._id = self.id_prefix + head.request_id
         self._head = head
-        self._n = n
         self._form = form
         self._started: set[int] = set()
         self._usages: dict[int, messages.Usage] = {}
@@ -59,7 +58,7 @@ class ChoicesEncoder:
 
     def end(self) -> list[bytes]:
         """Returns the usage, if requested, and `[DONE]`."""
-        usage = encode_usage(total_usage(self._usages, self._n))
+        usage = encode_usage(total_usage(self._usages))
         return [self._event([], usage), DONE] if self._form.include_usage and usage else [DONE]
 
     def fail(self, error: ErrorResponse) -> list[bytes]:
@@ -110,7 +109,7 @@ class ChoicesEncoder:
 
     def _response(self, choices: list[Any], answers: Sequence[AnswerEventReader], **more: Any) -> bytes:
         usages = {number: one.end.usage for number, one in enumerate(answers) if one.end and one.end.usage}
-        return self._encode(self.response_type, choices, encode_usage(total_usage(usages, self._n)), **more)
+        return self._encode(self.response_type, choices, encode_usage(total_usage(usages)), **more)
 
     def _encode(
         self, form: type[Any], choices: list[Any], usage: schemas.CompletionUsage | UnsetType | None, **more: Any

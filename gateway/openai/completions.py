@@ -211,7 +211,8 @@ class CompletionEncoder(ChoicesEncoder):
         """`echoes` has what to put before the answers to each prompt. `prompt_logprobs` is how many of the likeliest
         tokens are shown for each one of the prompt, if these are. `names_by_id`: log probabilities name tokens by their
         ids."""
-        super().__init__(head, n=n, form=form)
+        super().__init__(head, form=form)
+        self._n = n
         self._echoes = echoes
         self._num_prompt_logprobs = prompt_logprobs
         self._names_by_id = names_by_id

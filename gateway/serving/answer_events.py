@@ -4,7 +4,7 @@ An answer is a list of parts, each of them reasoning, text or one tool call. A p
 with the answer. All dialects are produced from these events."""
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import msgspec
@@ -210,28 +210,17 @@ class AnswerEventReader:
             self._open = None
 
 
-def total_usage(by_choice: Mapping[int, messages.Usage], n: int) -> messages.Usage | None:
-    """Returns the usage of all prompts, each with `n` answers. A prompt counts once, as for its first answer."""
-    by_prompt: dict[int, list[messages.Usage]] = {}
-    for choice in sorted(by_choice):
-        by_prompt.setdefault(choice // n, []).append(by_choice[choice])
-    found = [_usage_of_prompt(usages) for usages in by_prompt.values()]
-    if len(found) < 2:
-        return found[0] if found else None
-    return messages.Usage(
-        prompt_tokens=sum(one.prompt_tokens for one in found),
-        completion_tokens=sum(one.completion_tokens for one in found),
-        total_tokens=sum(one.total_tokens for one in found),
-        cached_tokens=sum(one.cached_tokens for one in found),
-    )
-
-
-def _usage_of_prompt(usages: Sequence[messages.Usage]) -> messages.Usage:
-    generated = sum(one.completion_tokens for one in usages)
+def total_usage(by_choice: Mapping[int, messages.Usage]) -> messages.Usage | None:
+    """Returns the usage of all answers, which is also what is counted. Of the answers to one prompt that a worker has
+    given only one says that the prompt has tokens."""
+    if not by_choice:
+        return None
+    usages = [by_choice[choice] for choice in sorted(by_choice)]
     reasoned = [one.reasoning_tokens for one in usages if one.reasoning_tokens is not UNSET]
-    return msgspec.structs.replace(
-        usages[0],
-        completion_tokens=generated,
-        total_tokens=usages[0].prompt_tokens + generated,
+    return messages.Usage(
+        prompt_tokens=sum(one.prompt_tokens for one in usages),
+        completion_tokens=sum(one.completion_tokens for one in usages),
+        total_tokens=sum(one.total_tokens for one in usages),
+        cached_tokens=sum(one.cached_tokens for one in usages),
         reasoning_tokens=sum(reasoned) if reasoned else UNSET,
     )

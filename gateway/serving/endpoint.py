@@ -148,7 +148,7 @@ class EndpointApp:
                 for name in unread.names:
                     earlier[name] = await records.read(name)
         if isinstance(parsed, ParsedGeneration):
-            log.received(parsed.model, stream=parsed.stream, body_bytes=len(payload), n=parsed.n)
+            log.received(parsed.model, stream=parsed.stream, body_bytes=len(payload))
         else:
             log.received(parsed.model, body_bytes=len(payload))
         return parsed

@@ -27,7 +27,6 @@ class RequestLog:
         self._first_s: float | None = None
         self._terminals: dict[int, messages.Chunk] = {}
         """By choice, in order of arrival."""
-        self._n = 1
         self.usage: messages.Usage | None = None
         """The tokens of a call; those of completions are in the terminals."""
         self._resubmitted_as: str | None = None
@@ -45,11 +44,8 @@ class RequestLog:
         """The request's name in the logs of routers and workers."""
         return subjects.request_key(self.tenant, self.request_id) if self.tenant else self.request_id
 
-    def received(
-        self, model: str | None = None, *, stream: bool | None = None, body_bytes: int = 0, n: int = 1
-    ) -> None:
-        """Writes the first line; `model` is None if the request could not be parsed. Each prompt gets `n` answers."""
-        self._n = n
+    def received(self, model: str | None = None, *, stream: bool | None = None, body_bytes: int = 0) -> None:
+        """Writes the first line; `model` is None if the request could not be parsed."""
         self._was_logged = True
         self._log.info(
             "request_received",
@@ -78,7 +74,7 @@ class RequestLog:
         terminals = self._terminals
         terminal = terminals[next(reversed(terminals))] if terminals else None
         usages = {choice: one.usage for choice, one in terminals.items() if one.usage}
-        usage = total_usage(usages, self._n) or self.usage
+        usage = total_usage(usages) or self.usage
         error = terminal.error if terminal and terminal.error else None
         reason = terminal.finish_reason if terminal else messages.FinishReason.CANCELLED if disconnect else None
         self._count(status, usage, disconnect)

@@ -81,6 +81,9 @@ class GenerateRequest(Message, GenerationParams, frozen=True, kw_only=True, omit
     """Continues an earlier stream after the part that was received."""
     routing: RoutingOptions | None = None
     """Influences or explains the choice of a worker."""
+    copy_of: str | None = None
+    """The id of an earlier request with the same prompt, of which this wants another answer. If one worker gets both,
+    which the same `session_id` makes likely, the prompt counts once: `usage` has none of its tokens here."""
 
 
 class CacheRequest(Message, frozen=True, kw_only=True, omit_defaults=True):

@@ -234,6 +234,8 @@ class Attempts:
             expected_cached_tokens=0 if placement is None else placement.expected_cached_tokens,
             fetch_from=None if placement is None else _to_source(placement),
             routing_options=flight.request.routing,
+            copy_of=flight.request.copy_of or "",
+            counts_prompt=flight.counts_prompt,
             passes_on=True,
         )
 

@@ -239,6 +239,7 @@ class Guardianship:
             id=subjects.key_to_request_id(run.request_id),
             timeout_ms=None if run.remaining_ms is None else age_ms + run.remaining_ms,
             routing=run.routing_options,
+            copy_of=run.copy_of or None,
         )
         address = subjects.ModelAddress(model, tenant, run.key_id)
         flight = Flight(request, address, run.reply, run.encoding, now - age_ms / 1e3, is_chat=run.is_chat)
@@ -248,7 +249,7 @@ class Guardianship:
         flight.params_bytes = validation.params_bytes(run.params)
         if len(run.token_ids) % 4:
             raise errors.invalid_field("token_ids", "have a length that is not a multiple of four")
-        flight.num_prompt_tokens = len(run.token_ids) // 4
+        flight.num_prompt_tokens, flight.counts_prompt = len(run.token_ids) // 4, run.counts_prompt
         flight.attempt, flight.hash_scheme = run.attempt, guard.hash_scheme
         flight.keep_last_words(guard.last_words)
         if run.resume_from is not None:

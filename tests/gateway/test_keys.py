@@ -199,7 +199,11 @@ async def test_a_key_sees_its_own_usage_as_its_answers_have_told_it(said: dict[s
         answers = [
             await client.completions.create(model=MODEL, prompt="x" * number, max_tokens=number) for number in (1, 2, 3)
         ]
-        used = [one.usage for one in answers if one.usage is not None]
+        answers.append(await client.completions.create(model=MODEL, prompt=["one", "two"], max_tokens=2, n=3))
+        talk: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+        chats = [await client.chat.completions.create(**talk, n=n) for n in (1, 5)]
+        used = [one.usage for one in (*answers, *chats) if one.usage is not None]
+        assert used[-2].prompt_tokens == used[-1].prompt_tokens
 
         async def is_counted() -> bool:
             report: Any = await client.get("/usage?group_by=tenant,key,model", cast_to=object)
@@ -207,7 +211,7 @@ async def test_a_key_sees_its_own_usage_as_its_answers_have_told_it(said: dict[s
                 "tenant": "initech",
                 "key": record.id,
                 "model": MODEL,
-                "requests": len(used),
+                "requests": sum(len(one.choices) for one in (*answers, *chats)),
                 "prompt_tokens": sum(one.prompt_tokens for one in used),
                 "completion_tokens": sum(one.completion_tokens for one in used),
             }

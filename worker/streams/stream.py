@@ -6,7 +6,7 @@ the client sees."""
 
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -15,6 +15,7 @@ from tokenbus.protocol.telemetry import long_waits, tracing
 from tokenbus.protocol.telemetry.long_waits import BackoffTimer
 from tokenbus.protocol.wire import codec, errors, internal, messages, subjects
 from tokenbus.protocol.wire.params import GenerationParams
+from tokenbus.protocol.wire.prompt_counts import prompt_digest, without_prompt
 from tokenbus.worker.contract import engine_output
 from tokenbus.worker.kv_exchange.fetcher import Fetch
 from tokenbus.worker.streams import prompt_scores
@@ -66,10 +67,10 @@ class WorkerStream:
 
     # with more than 30 attributes each instance would have a dictionary of its own, and 64 streams take 4 % more time
     __slots__ = (
-        "_id", "_model", "_prompt_scores", "_replay_buffer", "_token_bytes", "_wants_plain", "_worker_id",
-        "accepted_at", "began_at", "cancel_error", "created", "deadline", "fetch", "first_token",
-        "first_token_sent", "gaps", "guardian", "hash_scheme", "hold", "is_given_up", "is_open", "is_stranded",
-        "is_streamed", "key", "last_chunk_at", "last_logprobs", "last_words", "long_prompt", "marks",
+        "_id", "_model", "_prompt_digest", "_prompt_scores", "_replay_buffer", "_token_bytes", "_wants_plain",
+        "_worker_id", "accepted_at", "began_at", "cancel_error", "counts_prompt", "created", "deadline", "fetch",
+        "first_token", "first_token_sent", "gaps", "guardian", "hash_scheme", "hold", "is_given_up", "is_open",
+        "is_stranded", "is_streamed", "key", "last_chunk_at", "last_logprobs", "last_words", "long_prompt", "marks",
         "max_reasoning_tokens", "max_tokens",
         "num_prompt_tokens", "num_resumed", "offered_at", "replayed_at", "run", "sampling", "slow", "span",
         "stopped_by", "stranded_at", "stream_no", "terminal",
@@ -99,6 +100,9 @@ class WorkerStream:
         self.offered_at = 0.0
         """When it was last offered to a router."""
         self.num_prompt_tokens = len(run.token_ids) // 4
+        self.counts_prompt = run.counts_prompt
+        """Whether its usage has the tokens of its prompt."""
+        self._prompt_digest = b""
         self.is_streamed = run.params.is_streamed
         """Whether the client wants chunks before the terminal."""
         self.key = run.request_id
@@ -196,10 +200,30 @@ class WorkerStream:
 
     def shed(self) -> None:
         """Lets go of all that is not needed to replay the stream once it has ended, such as tools and constraints."""
+        self._note_prompt()
         asked = self.run.params
         kept = GenerationParams(stream=asked.stream, logprobs=asked.logprobs, return_token_ids=asked.return_token_ids)
         self.run = codec.replace(self.run, token_ids=b"", params=kept, routing=None, routing_options=None)
         self.last_words, self.span = None, tracing.NOOP_SPAN
+
+    def note_first(self, find: "Callable[[str], WorkerStream | None]") -> None:
+        """Counts no tokens of its prompt if the request of which it wants another answer has the same one, and counts
+        them."""
+        if not self.run.copy_of or not self.counts_prompt:
+            return
+        first = find(subjects.request_key(subjects.key_to_tenant(self.key), self.run.copy_of))
+        if first is not None and first.key != self.key and first.counts_prompt:
+            self.counts_prompt = first._note_prompt() != self._note_prompt()
+
+    def _note_prompt(self) -> bytes:
+        """Returns the digest of its prompt, which is kept: the prompt is not, once it has ended."""
+        if not self._prompt_digest:
+            run, adapters = self.run, [(one.digest, one.scale) for one in self.run.adapters]
+            self._prompt_digest = prompt_digest(run.token_ids, adapters, run.params.cache_salt, run.key_id)
+        return self._prompt_digest
+
+    def _counted(self, usage: messages.Usage) -> messages.Usage:
+        return usage if self.counts_prompt else without_prompt(usage)
 
     def head(self, progress: messages.Progress | UnsetType = UNSET) -> messages.Chunk | None:
         """Returns an empty chunk at the current offset, or None if the client is to get only a terminal."""
@@ -350,7 +374,7 @@ class WorkerStream:
             router_id=self.guardian or "",
             finish_reason=terminal.finish_reason,
             code=str(terminal.error.code) if terminal.error else "",
-            prompt_tokens=usage.prompt_tokens if usage else self.num_prompt_tokens,
+            prompt_tokens=usage.prompt_tokens if usage else self.num_prompt_tokens * self.counts_prompt,
             cached_tokens=usage.cached_tokens if usage else 0,
             completion_tokens=usage.completion_tokens if usage else self.num_tokens,
             queue_ms=timings.queue_ms,
@@ -385,7 +409,7 @@ class WorkerStream:
             self._empty(chunk.offset, chunk.text_offset),
             tokens=chunk.tokens,
             finish_reason=messages.FinishReason.ERROR,
-            usage=chunk.usage or usage,
+            usage=chunk.usage or self._counted(usage),
             timings=chunk.timings or _NO_TIMINGS,
             error=error,
         )
@@ -497,7 +521,7 @@ class WorkerStream:
             model=self._model,
             created=self.created,
             sampling=self.sampling,
-            usage=codec.unset_if_none(output.usage),
+            usage=UNSET if output.usage is None else self._counted(output.usage),
             timings=self._timings(output),
             stop_match=codec.unset_if_none(output.stop_match),
             stopped_by=stopped_by,

@@ -308,6 +308,7 @@ class Streams:
         scheme = block_hash.scheme_of(config.fingerprint)
         token_bytes, stream_no = engine.token_bytes, next(self._stream_nos)
         stream = WorkerStream(run, announcer.model, announcer.worker_id, now, gone, token_bytes, scheme, stream_no)
+        stream.note_first(self.find_any)
         stream.max_tokens = 0 if request.is_warm_up else request.sampling.max_tokens
         if run.params.return_sampling:
             stream.sampling = sampling_report(request.sampling)

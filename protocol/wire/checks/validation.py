@@ -51,6 +51,7 @@ def check_request(request: messages.GenerateRequest) -> messages.GenerateRequest
     """Returns the request, with its prompt packed if that is a list of token ids. Raises RequestError for the first
     field that is not allowed."""
     check_id(request.id)
+    check_id(request.copy_of, "copy_of")
     _check_one_prompt(request)
     _check_given(request)
     if request.token_ids is None:
@@ -216,10 +217,10 @@ def read_resync(
     return encoding, asked, None
 
 
-def check_id(request_id: str | None) -> None:
+def check_id(request_id: str | None, path: str = "id") -> None:
     """Raises RequestError for an id that can't be part of a subject."""
     if request_id is not None and not subjects.is_request_id(request_id):
-        raise invalid_field("id", f"must be 1 to {limits.MAX_ID_BYTES} of A-Z a-z 0-9 _ -")
+        raise invalid_field(path, f"must be 1 to {limits.MAX_ID_BYTES} of A-Z a-z 0-9 _ -")
 
 
 def check_ranges(struct: msgspec.Struct, path: str = "") -> None:

@@ -173,14 +173,14 @@ def test_reasoning_is_apart_from_content() -> None:
 
 
 def test_several_answers_interleave_with_their_indices_and_their_usage_is_one() -> None:
-    encoder = chat.ChunkEncoder(HEADING, n=2, form=StreamForm(include_usage=True))
+    encoder = chat.ChunkEncoder(HEADING, form=StreamForm(include_usage=True))
     readers = [AnswerEventReader(), AnswerEventReader()]
-    cached = msgspec.structs.replace(USAGE, cached_tokens=5, completion_tokens=7, total_tokens=12)
+    copy = msgspec.structs.replace(USAGE, prompt_tokens=0, cached_tokens=0, completion_tokens=7, total_tokens=7)
     encoded: list[bytes] = []
     for number, one in (
         (0, chunk("a")),
         (1, chunk("b")),
-        (1, chunk(reason=STOP, usage=cached)),
+        (1, chunk(reason=STOP, usage=copy)),
         (0, chunk("c", LENGTH, usage=USAGE)),
     ):
         encoded += encoder.encode(number, readers[number].read(one))
@@ -189,7 +189,7 @@ def test_several_answers_interleave_with_their_indices_and_their_usage_is_one() 
     seen = [(one["choices"][0]["index"], one["choices"][0]["delta"].get("content")) for one in told]
     assert seen == [(0, ""), (0, "a"), (1, ""), (1, "b"), (1, None), (0, "c"), (0, None)]
     assert [usage["usage"][key] for key in ("prompt_tokens", "completion_tokens", "total_tokens")] == [5, 10, 15]
-    whole = json.loads(chat.ChunkEncoder(HEADING, n=2).whole(readers))
+    whole = json.loads(chat.ChunkEncoder(HEADING).whole(readers))
     assert [(one["index"], one["message"]["content"]) for one in whole["choices"]] == [(0, "ac"), (1, "b")]
 
 
@@ -212,7 +212,7 @@ def test_every_event_has_the_usage_so_far_if_that_was_asked_for() -> None:
 
 
 def test_a_stream_of_several_answers_has_the_prompts_log_probabilities_once() -> None:
-    encoder, readers = chat.ChunkEncoder(HEADING, n=2, prompt_logprobs=0), [AnswerEventReader(), AnswerEventReader()]
+    encoder, readers = chat.ChunkEncoder(HEADING, prompt_logprobs=0), [AnswerEventReader(), AnswerEventReader()]
     unknown = messages.PromptLogprob(id=1, text="x", bytes=[], logprob=None, rank=None, top=[])
     for number, reader in enumerate(readers):
         events = reader.read(messages.Chunk(id="r", prompt_logprobs=[unknown]))

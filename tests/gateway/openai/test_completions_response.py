@@ -17,7 +17,7 @@ PLAIN: dict[str, Any] = {"n": 1, "echoes": [Echo()], "form": StreamForm(include_
 
 def usage(prompt: int, generated: int) -> messages.Usage:
     return messages.Usage(
-        prompt_tokens=prompt, completion_tokens=generated, total_tokens=prompt + generated, cached_tokens=1
+        prompt_tokens=prompt, completion_tokens=generated, total_tokens=prompt + generated, cached_tokens=min(1, prompt)
     )
 
 
@@ -85,10 +85,10 @@ def test_an_answer_that_ends_without_text_is_its_prompt_alone() -> None:
     assert (event["choices"][0]["text"], event["choices"][0]["finish_reason"]) == ("A", "stop")
 
 
-def test_a_prompt_counts_once_for_all_its_answers_and_prompts_are_added() -> None:
+def test_the_usage_is_the_sum_of_what_each_answer_counts() -> None:
     form = {"n": 2, "echoes": [Echo(), Echo()], "form": StreamForm(include_usage=True)}
-    ends = [chunk("x", STOP, usage=usage(3, 2)), chunk("x", STOP, usage=usage(3, 4))]
-    ends += [chunk("x", STOP, usage=usage(10, 1)), chunk("x", STOP, usage=usage(10, 1))]
+    ends = [chunk("x", STOP, usage=usage(3, 2)), chunk("x", STOP, usage=usage(0, 4))]
+    ends += [chunk("x", STOP, usage=usage(10, 1)), chunk("x", STOP, usage=usage(0, 1))]
     *events, last = streamed(form, *reversed(list(enumerate(ends))))
     assert {event["usage"] for event in events} == {None}
     assert last["choices"] == []
