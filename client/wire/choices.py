@@ -66,8 +66,8 @@ class Choices(Answers):
 
     def __init__(self, request: messages.GenerateRequest, n: int, submit: Submit) -> None:
         assert request.id is not None
-        if n > 1 and request.session_id is None:
-            request = codec.replace(request, session_id=request.id)
+        if n > 1:
+            request = codec.replace(request, session_id=request.session_id or request.id, copy_of=request.id)
         self._request = request
         self._n = n
         self._submit = submit

@@ -82,8 +82,9 @@ class GenerateRequest(Message, GenerationParams, frozen=True, kw_only=True, omit
     routing: RoutingOptions | None = None
     """Influences or explains the choice of a worker."""
     copy_of: str | None = None
-    """The id of an earlier request with the same prompt, of which this wants another answer. If one worker gets both,
-    which the same `session_id` makes likely, the prompt counts once: `usage` has none of its tokens here."""
+    """The id of the first of several requests with the same prompt, each for another answer; the first names itself. If
+    one worker gets them, which the same `session_id` makes likely, the prompt counts once: with the first of them, and
+    the `usage` of the others has none of its tokens."""
 
 
 class CacheRequest(Message, frozen=True, kw_only=True, omit_defaults=True):

@@ -1,6 +1,6 @@
 """Counts a prompt once for all answers to it that a client asks for together.
 
-The answers are requests of their own, of which the later ones name the first (`copy_of`). A client could name any, so
+The answers are requests of their own, which name the first of them (`copy_of`). A client could name any, so
 the router compares the prompts, as it remembers its last requests. Where another router has placed the first one, the
 worker compares them, if it has both."""
 

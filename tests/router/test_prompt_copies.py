@@ -17,7 +17,7 @@ def asked(request_id: str, prompt: bytes = b"1234", copy_of: str | None = None, 
 
 def test_further_answers_to_a_prompt_count_none_of_its_tokens() -> None:
     copies = PromptCopies()
-    assert copies.counts(asked("a"), 0.0)
+    assert copies.counts(asked("a", copy_of="a"), 0.0)
     for number in range(1, 5):
         copy = asked(f"a-{number}", copy_of="a")
         copy.counts_prompt = copies.counts(copy, 1.0)
@@ -38,13 +38,13 @@ def test_further_answers_to_a_prompt_count_none_of_its_tokens() -> None:
 )
 def test_a_claim_that_is_false_counts_as_any_request(claim: Flight) -> None:
     copies = PromptCopies()
-    copies.counts(asked("a"), 0.0)
+    copies.counts(asked("a", copy_of="a"), 0.0)
     assert copies.counts(claim, 0.0)
 
 
 def test_an_answer_of_another_key_or_with_another_adapter_counts() -> None:
     copies = PromptCopies()
-    copies.counts(asked("a"), 0.0)
+    copies.counts(asked("a", copy_of="a"), 0.0)
     of_key, adapted = asked("a-1", copy_of="a"), asked("a-2", copy_of="a")
     of_key.address = subjects.ModelAddress("demo", "default", "k2")
     adapted.adapters = (Adapter("d", 1.0),)
@@ -52,10 +52,17 @@ def test_an_answer_of_another_key_or_with_another_adapter_counts() -> None:
     assert copies.counts(adapted, 0.0)
 
 
+def test_a_prompt_to_which_one_answer_is_wanted_is_not_remembered() -> None:
+    copies = PromptCopies()
+    assert copies.counts(asked("a"), 0.0)
+    assert len(copies._counted) == 0
+    assert copies.counts(asked("a-1", copy_of="a"), 0.0)
+
+
 def test_prompts_are_remembered_for_a_time_and_up_to_a_number() -> None:
     copies = PromptCopies()
-    copies.counts(asked("a"), 0.0)
+    copies.counts(asked("a", copy_of="a"), 0.0)
     assert copies.counts(asked("a-1", copy_of="a"), limits.ENDED_STREAM_TTL_S)
     for number in range(5_000):
-        copies.counts(asked(f"b{number}"), limits.ENDED_STREAM_TTL_S)
+        copies.counts(asked(f"b{number}", copy_of=f"b{number}"), limits.ENDED_STREAM_TTL_S)
     assert len(copies._counted) == 4_096

@@ -200,7 +200,8 @@ class WorkerStream:
 
     def shed(self) -> None:
         """Lets go of all that is not needed to replay the stream once it has ended, such as tools and constraints."""
-        self._note_prompt()
+        if self.run.copy_of:
+            self._note_prompt()
         asked = self.run.params
         kept = GenerationParams(stream=asked.stream, logprobs=asked.logprobs, return_token_ids=asked.return_token_ids)
         self.run = codec.replace(self.run, token_ids=b"", params=kept, routing=None, routing_options=None)

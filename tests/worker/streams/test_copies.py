@@ -41,7 +41,7 @@ def note(one: WorkerStream, *open_streams: WorkerStream | None) -> None:
 
 @pytest.mark.parametrize("has_ended", [False, True])
 def test_a_prompt_counts_with_its_first_answer_in_the_terminal_and_for_the_guardian(has_ended: bool) -> None:
-    first, copy = stream("r-1"), stream("r-2", copy_of="r-1")
+    first, copy = stream("r-1", copy_of="r-1"), stream("r-2", copy_of="r-1")
     if has_ended:
         assert ended(first).usage == USAGE
     note(copy, first)
