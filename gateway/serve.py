@@ -24,6 +24,7 @@ from tokenbus.gateway.http import listen
 from tokenbus.gateway.http.body import BodyMemory
 from tokenbus.gateway.routes import Routes, make_app
 from tokenbus.gateway.serving.endpoint import Services
+from tokenbus.gateway.storage.jetstream_store import bucket_of
 from tokenbus.gateway.storage.record_store import StorageLimits
 from tokenbus.gateway.storage.records import Records
 from tokenbus.protocol import tasks
@@ -33,8 +34,9 @@ from tokenbus.protocol.access.key_audit import KeyAudit
 from tokenbus.protocol.access.keys import KeyRecord
 from tokenbus.protocol.access.usage_store import UsageStore
 from tokenbus.protocol.bus import connection as nats
-from tokenbus.protocol.bus.bucket import Bucket, bucket_name
+from tokenbus.protocol.bus.bucket import Bucket, StreamContents, bucket_name
 from tokenbus.protocol.bus.bus import OwnedBus
+from tokenbus.protocol.bus.copies import CopyKeeper
 from tokenbus.protocol.http.connection_table import ConnectionLimits
 from tokenbus.protocol.http.http_server import EmbeddedServer, ServerConfig, Timeouts
 from tokenbus.protocol.process import signals
@@ -81,6 +83,8 @@ async def serve(settings: GatewaySettings, read_settings: Callable[[], GatewaySe
         storage = StorageLimits(settings.stored_responses_s, settings.stored_responses_bytes)
         records = await Records.open(connection, settings.prefix, storage, measured)
         stack.callback(tasks.background("wait for the bucket of responses", records.wait_for_bucket()).cancel)
+        keeper = CopyKeeper(_buckets(settings, connection), measured.bucket_copies_missing)
+        stack.callback(tasks.background("keep copies of buckets", keeper.run()).cancel)
         services = Services(
             limit=limit,
             tenants=tenants,
@@ -102,6 +106,15 @@ async def serve(settings: GatewaySettings, read_settings: Callable[[], GatewaySe
         await stack.enter_async_context(status.serving(settings.status_page, page.registry, routes.unready_reason))
         signals.on_hangup(read_settings, gateway.apply_settings)
         await gateway.run(listening, connection, stop)
+
+
+def _buckets(settings: GatewaySettings, connection: nats.Connection) -> list[StreamContents]:
+    """Returns all that a gateway may keep in the broker, or reads there."""
+    found: list[StreamContents] = [Bucket(connection, bucket_of(settings.prefix))]
+    found += settings.key_settings.buckets(connection, settings.prefix)
+    if settings.audit_settings.audit:
+        found.append(audit_log.AuditLog(connection, settings.prefix))
+    return found
 
 
 def _console_acts(settings: GatewaySettings, services: Services, connection: nats.Connection) -> ConsoleActs:

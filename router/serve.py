@@ -17,8 +17,9 @@ from tokenbus.protocol.access import audit_log, usage_store
 from tokenbus.protocol.access.audit_log import AuditWriter
 from tokenbus.protocol.bus import connection as nats
 from tokenbus.protocol.bus import ping_probe
-from tokenbus.protocol.bus.bucket import Bucket, bucket_name
+from tokenbus.protocol.bus.bucket import Bucket, StreamContents, bucket_name
 from tokenbus.protocol.bus.bus import OwnedBus
+from tokenbus.protocol.bus.copies import CopyKeeper
 from tokenbus.protocol.bus.reply_sender import ReplySender
 from tokenbus.protocol.process import signals
 from tokenbus.protocol.telemetry import metrics, status, tracing
@@ -345,7 +346,19 @@ async def serve(settings: RouterSettings, read_settings: Callable[[], RouterSett
             writing = audit_log.writing(connection, settings.prefix, settings.audit_settings)
             router.audit = await stack.enter_async_context(writing)
             audit_ends(router.ends, router.audit, router.metrics.audit_records)
+        keeper = CopyKeeper(_buckets(settings, connection, bucket), router.metrics.bucket_copies_missing)
+        stack.callback(tasks.background("keep copies of buckets", keeper.run()).cancel)
         await _run(settings, connection, router, stop, watched)
+
+
+def _buckets(settings: RouterSettings, connection: nats.Connection, quota: Bucket) -> list[StreamContents]:
+    """Returns all that a router may keep in the broker."""
+    found: list[StreamContents] = [quota, *settings.key_settings.buckets(connection, settings.prefix)]
+    if settings.usage:
+        found.append(Bucket(connection, bucket_name(settings.prefix, usage_store.BUCKET)))
+    if settings.audit_settings.audit:
+        found.append(audit_log.AuditLog(connection, settings.prefix))
+    return found
 
 
 def _count_usage(settings: RouterSettings, connection: nats.Connection, router: Router) -> UsageWriter:

@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from tokenbus.cli.console import arguments, connection_flags, hub_flags, needs, session
+from tokenbus.cli.console import arguments, bucket_check, connection_flags, hub_flags, needs, session
 from tokenbus.cli.console.flags import Parser
 from tokenbus.cli.console.plain_text import printable
 from tokenbus.client.wire.wire_client import WireClient
@@ -339,6 +339,8 @@ async def check_broker(options: argparse.Namespace) -> AsyncIterator[Finding]:
     else:
         yield Finding("ok", f"the broker takes messages of up to {bus.max_payload:,} bytes")
     yield _pings(await ping_probe.ping_interval_s(settings))
+    for found in await bucket_check.check_buckets(bus, options.prefix):
+        yield Finding(*found)
     client = await WireClient.from_connection(bus, tenant=options.tenant, prefix=options.prefix)
     async with client:
         try:

@@ -23,10 +23,10 @@ from tokenbus.protocol.access import key_audit, key_changes, keys
 from tokenbus.protocol.access.audit_log import AuditSettings
 from tokenbus.protocol.access.key_audit import KeyAudit
 from tokenbus.protocol.access.key_source import BUCKET
-from tokenbus.protocol.access.key_stores import KeyStore, KeyStoreError
+from tokenbus.protocol.access.key_stores import KeyInDoubtError, KeyStore, KeyStoreError
 from tokenbus.protocol.access.keys import KeyLimits, KeyRecord, Role
 from tokenbus.protocol.bus import connection as nats
-from tokenbus.protocol.bus.bucket import BucketError, BucketMissingError
+from tokenbus.protocol.bus.bucket import BucketError, BucketMissingError, BucketOfflineError
 from tokenbus.protocol.bus.connection import Connection
 from tokenbus.protocol.telemetry import logs
 from tokenbus.protocol.wire import errors, limits, subjects
@@ -182,6 +182,11 @@ async def _connected(options: argparse.Namespace) -> AsyncIterator[Connection]:
 def _explained(options: argparse.Namespace, error: KeyStoreError) -> str:
     if isinstance(error.__cause__, BucketMissingError) and options.do != _CREATE:
         return "there are no keys yet: `tokenbus keys create` makes the first one, in a broker with JetStream"
+    if isinstance(error, KeyInDoubtError):
+        what = "nobody has its secret: revoke it if `tokenbus keys list` shows it, and create another one"
+        return f"it is not known whether the key {error.key_id} was made, and {what} ({error})"
+    if options.do == _CREATE and isinstance(error.__cause__, BucketOfflineError):
+        return f"no key was made: {error}; try again when `tokenbus doctor` finds the brokers in order"
     if isinstance(error.__cause__, BucketMissingError):
         return "the broker has no JetStream: start nats-server with -js, or name a file, --keys FILE"
     return str(error)

@@ -35,6 +35,9 @@ class GatewayMetrics(MetricFamilies):
             "was lost or no process held them any more.",
         )
         self.open = Gauge(f"{_P}_requests_open", "Requests that are open.")
+        self.bucket_copies_missing = Gauge(
+            f"{_P}_bucket_copies_missing", "Copies of a bucket that the cluster of brokers does not keep.", ("bucket",)
+        )
         self.console_viewers = Gauge(f"{_P}_console_viewers", "Open pages of the console.")
         self.connections = Gauge(f"{_P}_connections", "Open connections: busy with a request, or idle.", ("state",))
         self.closed = Counter(

@@ -17,6 +17,7 @@ from nats.js import errors as js_errors
 from nats.js.kv import KeyValue
 
 from tokenbus.gateway.storage.record_store import StorageLimits, StoreError
+from tokenbus.protocol.bus.bucket import add_copied
 from tokenbus.protocol.bus.connection import CancellationGuard, Connection
 from tokenbus.protocol.wire import limits, subjects
 
@@ -68,7 +69,7 @@ class JetStreamStore:
                 found = (await self._js.stream_info(f"KV_{self._bucket}")).config
             except js_errors.NotFoundError:
                 found = None
-                await self._js.add_stream(self._config(api.StreamConfig()))
+                await add_copied(self._js, self._config(api.StreamConfig()))
             await self._drop_oldest("-", keep=1)  # fails unless it is permitted
             if found is None:
                 return True

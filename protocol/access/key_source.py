@@ -38,6 +38,10 @@ class KeySettings:
         assert connection is not None
         return BucketKeys(_bucket(connection, prefix))
 
+    def buckets(self, connection: Connection, prefix: str) -> list[Bucket]:
+        """Returns the bucket, if keys are in one."""
+        return [_bucket(connection, prefix)] if self.keys == BUCKET else []
+
     def watch(self, connection: Connection, prefix: str) -> KeyWatch:
         """Returns a watch with a new ring."""
         ring = KeyRing(self.keys_stale_s)

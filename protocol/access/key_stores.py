@@ -13,7 +13,14 @@ import msgspec
 from tokenbus.protocol.access import keys
 from tokenbus.protocol.access.key_ring import MAX_KEYS
 from tokenbus.protocol.access.keys import KeyRecord
-from tokenbus.protocol.bus.bucket import Bucket, BucketConflictError, BucketError, BucketLimits, Entry
+from tokenbus.protocol.bus.bucket import (
+    Bucket,
+    BucketConflictError,
+    BucketError,
+    BucketLateError,
+    BucketLimits,
+    Entry,
+)
 
 if sys.platform != "win32":
     import fcntl
@@ -30,6 +37,14 @@ class KeyStoreError(Exception):
 
 class KeyConflictError(KeyStoreError):
     """Somebody else has changed the key in the meantime."""
+
+
+class KeyInDoubtError(KeyStoreError):
+    """It is not known whether a new key was stored."""
+
+    def __init__(self, key_id: str, problem: str) -> None:
+        super().__init__(problem)
+        self.key_id = key_id
 
 
 class StoredKey(NamedTuple):
@@ -60,7 +75,7 @@ class KeyStore(Protocol):
         ...
 
     async def add(self, record: KeyRecord) -> None:
-        """Raises KeyConflictError if there is a key with this id, KeyStoreError."""
+        """Raises KeyConflictError if there is a key with this id, KeyInDoubtError, KeyStoreError."""
         ...
 
     async def replace(self, record: KeyRecord, revision: str) -> None:
@@ -93,7 +108,10 @@ class BucketKeys:
 
     async def add(self, record: KeyRecord) -> None:
         with _failing():
-            await self.bucket.create_entry(record.id, keys.encode_record(record))
+            try:
+                await self.bucket.create_entry(record.id, keys.encode_record(record))
+            except BucketLateError as error:
+                raise KeyInDoubtError(record.id, str(error)) from error
 
     async def replace(self, record: KeyRecord, revision: str) -> None:
         with _failing():

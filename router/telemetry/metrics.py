@@ -155,6 +155,9 @@ class RouterMetrics(MetricFamilies):
         self.quota_fallbacks = Counter(
             f"{_P}_quota_fallbacks", "Times that limits were shared out since their bucket could not be reached."
         )
+        self.bucket_copies_missing = Gauge(
+            f"{_P}_bucket_copies_missing", "Copies of a bucket that the cluster of brokers does not keep.", ("bucket",)
+        )
         self.quota_leasing = Gauge(f"{_P}_quota_leasing", "1 while limits hold across routers, by leases of a bucket.")
         self.snapshots = Counter(f"{_P}_snapshots", "Snapshots that closed a gap in a worker's event log.")
         for unit in ("requests", "tokens", "tokens_per_day", "concurrency"):

@@ -23,8 +23,10 @@ PINGS = 'ping_interval: "1s", ping_max: 2'
 class Cluster:
     """Servers by name, each of which can be killed, frozen or told to send its clients away."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, keeps: bool = False) -> None:
+        """With `keeps`, the servers have JetStream."""
         self._folder = folder
+        self._keeps = keeps
         self._configs: dict[str, Path] = {}
         self._servers: dict[str, nats_server.NatsServer] = {}
 
@@ -33,17 +35,28 @@ class Cluster:
         """Starts a server for each letter of `names` and waits until they know each other. `more` is added to their
         settings."""
         cluster = cls(folder)
-        ports = free_ports(len(names))
-        routes = ", ".join(f'"nats://127.0.0.1:{port}"' for port in ports)
+        cluster.configure(names, more)
         try:
-            for name, port in zip(names, ports, strict=True):
-                routing = f"cluster {{ name: test, listen: 127.0.0.1:{port}, routes: [{routes}], {PINGS} }}\n"
-                await cluster._add(name, routing + LAME_DUCK + more)
+            for name in names:
+                await cluster.add(name)
             await cluster.until_whole()
         except BaseException:
             cluster.stop()
             raise
         return cluster
+
+    def configure(self, names: str = "abc", more: str = "") -> None:
+        """Writes the settings of a server for each letter, which can then be started."""
+        ports = free_ports(len(names))
+        routes = ", ".join(f'"nats://127.0.0.1:{port}"' for port in ports)
+        for name, port in zip(names, ports, strict=True):
+            routing = f"cluster {{ name: test, listen: 127.0.0.1:{port}, routes: [{routes}], {PINGS} }}\n"
+            self._configure(name, routing + LAME_DUCK + more)
+
+    async def add(self, name: str, port: int = 0) -> nats_server.NatsServer:
+        """Starts a server that is configured; 0 is any free port."""
+        await self._start(name, port)
+        return self._servers[name]
 
     @classmethod
     async def start_leaf(cls, folder: Path) -> "Cluster":
@@ -129,13 +142,16 @@ class Cluster:
             server.stop()
 
     async def _add(self, name: str, config: str) -> None:
-        self._configs[name] = self._folder / f"nats-{name}.conf"
-        self._configs[name].write_text(f"server_name: {name}\n{config}")
+        self._configure(name, config)
         await self._start(name, 0)
 
+    def _configure(self, name: str, config: str) -> None:
+        self._configs[name] = self._folder / f"nats-{name}.conf"
+        self._configs[name].write_text(f"server_name: {name}\n{config}")
+
     async def _start(self, name: str, port: int) -> None:
-        log_path = self._folder / f"nats-{name}.log"
-        self._servers[name] = await nats_server.start(port, log_path, self._configs[name])
+        log_path, store = self._folder / f"nats-{name}.log", self._folder / f"store-{name}" if self._keeps else None
+        self._servers[name] = await nats_server.start(port, log_path, self._configs[name], store)
 
     async def _info(self, name: str) -> dict[str, Any]:
         """Returns what a server says of itself and its cluster."""
