@@ -1,4 +1,4 @@
-"""What `tokenbus doctor` finds about the buckets of a system."""
+"""Finds out for `tokenbus doctor` in how many copies the buckets of a system are kept, and whether they can be reached."""
 
 import asyncio
 from typing import NamedTuple

@@ -191,6 +191,15 @@ _HTTP = (
         (Query(quantile(0.99, "tokenbus_auth_answer_seconds", ""), "p99"),),
     ),
     Panel(
+        "Copies of buckets that the cluster of brokers does not keep",
+        "If any are missing, see that three brokers with JetStream are there, and what `tokenbus doctor` says.",
+        "short",
+        (
+            Query(max_of("tokenbus_router_bucket_copies_missing", "", "bucket"), "{{bucket}}"),
+            Query(max_of(f"{_GATEWAY}_bucket_copies_missing", "", "bucket"), "{{bucket}} (gateways)"),
+        ),
+    ),
+    Panel(
         "API keys, and seconds since their store was read",
         "If the seconds grow, the broker's JetStream or the file of keys does not answer (`keys_unreachable` in the "
         "log). If processes know different numbers of keys, one of them reads another store.",

@@ -360,12 +360,6 @@ _LIMITS = (
             Query(increase(f"{_P}_quota_fallbacks_total", ROUTER_FILTER, "instance"), f"{_NAME} fallbacks"),
         ),
     ),
-    Panel(
-        "Copies of buckets that the cluster of brokers does not keep",
-        "Three servers with JetStream are needed. `tokenbus doctor` and `bucket_copies_missing` in the log say more.",
-        "short",
-        (Query(max_of(f"{_P}_bucket_copies_missing", ROUTER_FILTER, "bucket"), "{{bucket}}"),),
-    ),
 )
 
 DASHBOARD = Dashboard(
