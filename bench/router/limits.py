@@ -14,7 +14,7 @@ from tokenbus.protocol.access.keys import KeyLimits, KeyRecord
 from tokenbus.protocol.wire import messages, subjects
 from tokenbus.router.access import key_checks
 from tokenbus.router.access.key_checks import KeyChecks
-from tokenbus.router.access.limits import Limits, TenantLimits
+from tokenbus.router.access.limits import Limits, TenantLimits, Wanted
 from tokenbus.router.access.quota import Quota
 from tokenbus.router.telemetry.metrics import RouterMetrics
 
@@ -39,7 +39,7 @@ def _quota(num_keys: int) -> tuple[KeyChecks, Quota, Limits, list[subjects.Model
     quota = Quota(limits, None, names, "r", None, RouterMetrics(), random.Random(1))  # type: ignore[arg-type]
     limits.on_wanted = lambda: None
     for address in addresses:
-        assert limits.admit(address, 1, 1, quota.now) is None
+        assert isinstance(limits.admit(address, 1, 1, quota.now), Wanted)
     for slots in limits.slots.values():
         slots.share_out(1, quota.now + 3_600)
     return checks, quota, limits, addresses

@@ -1,4 +1,4 @@
-"""Finds out for `tokenbus doctor` in how many copies the buckets of a system are kept, and whether they can be reached."""
+"""Finds out for `tokenbus doctor` in how many copies buckets are kept, and which can't be reached."""
 
 import asyncio
 from typing import NamedTuple

@@ -55,6 +55,12 @@ class Throttled(NamedTuple):
     retry_after_s: float
 
 
+class Wanted(NamedTuple):
+    """The shares of which more has to be leased before a request can be let through."""
+
+    accounts: tuple[Account, ...]
+
+
 class Refusals:
     """Counts refusals of the last minute, by half minutes."""
 
@@ -163,13 +169,13 @@ class Limits:
 
     def admit(
         self, address: subjects.ModelAddress, num_prompt: int, most: int | None, now: float
-    ) -> Ticket | Throttled | None:
-        """Charges a request with `num_prompt` tokens whose answer has at most `most`; None if a lease has to be waited
+    ) -> Ticket | Throttled | Wanted:
+        """Charges a request with `num_prompt` tokens whose answer has at most `most`, unless leases have to be waited
         for, to try again afterwards."""
         client = self._client_of(address)
         if client is _NO_CLIENT:
             return FREE
-        is_pending = False
+        wanted: list[Account] = []
         for account, share in client.windows:
             share.roll(now)
             if share.granted > share.spent:
@@ -178,7 +184,7 @@ class Limits:
                 self._note_refusal(account, address, now)
                 words = f"{_of(account, address)} has used up its {share.limit:g} {_SHOWN[account.unit]} for now"
                 return Throttled(account, words, share.wait_s(now))
-            is_pending = True
+            wanted.append(account)
             self._want(account, share, now)
         for account, slots in client.slots:
             slots.expire(now)
@@ -188,10 +194,11 @@ class Limits:
                 self._note_refusal(account, address, now)
                 words = f"{_of(account, address)} has as many open requests as it may have: {slots.limit}"
                 return Throttled(account, words, _UNTIL_SLOT_S)
-            slots.is_needed = is_pending = True
+            slots.is_needed = True
+            wanted.append(account)
             self._want(account, slots, now)
-        if is_pending:
-            return None
+        if wanted:
+            return Wanted(tuple(wanted))
         num_tokens = num_prompt + self._expected_answer(address, most)
         for account, share in client.windows:
             share.charge(1.0 if account.unit == REQUESTS else num_tokens)

@@ -15,6 +15,7 @@ own clocks may step."""
 
 import asyncio
 import contextlib
+import functools
 import random
 import secrets
 import time
@@ -37,7 +38,7 @@ from tokenbus.protocol.bus.bucket import (
 )
 from tokenbus.protocol.bus.bus import Bus, OutboundBufferLimitError
 from tokenbus.protocol.wire import errors, messages, subjects
-from tokenbus.router.access.limits import FREE, Account, Limits, Throttled, Ticket
+from tokenbus.router.access.limits import FREE, Account, Limits, Throttled, Ticket, Wanted
 from tokenbus.router.access.slots import SlotRecord
 from tokenbus.router.access.windows import DAY_S, WINDOW_S, Record, decoded
 from tokenbus.router.telemetry.metrics import RouterMetrics
@@ -52,6 +53,8 @@ _MAX_TRIES = 6
 _JITTER_S = 0.002
 _MAX_PAUSE_S = 0.02
 _AT_ONCE = 32
+_OTHERS_TURN = 4
+"""One in so many leases is one that no request waits for, such as a renewal, while there are both."""
 _WAIT_S = 2.0
 """A request waits for a lease for at most this long."""
 _NEVER = 2**62
@@ -112,9 +115,13 @@ class Quota:
         self._probed_at = -_PROBE_S
         self._had_leases = False
         """Whether limits were leased at the last tick."""
-        self._leasing: asyncio.Task[None] | None = None
-        self._round: asyncio.Future[None] | None = None
-        """Done when the leases that are being asked for are answered."""
+        self._leasing: dict[Account, asyncio.Task[None]] = {}
+        """The leases that are being asked for; no share is leased twice at the same time."""
+        self._urgent: dict[Account, None] = {}
+        """Shares of which more is to be leased since requests wait for it."""
+        self._answers: dict[Account, asyncio.Future[None]] = {}
+        """Done when the next lease of a share is answered, for requests that wait for it."""
+        self._num_leases = 0
         self._log = structlog.get_logger()
         limits.on_wanted = self._wake
 
@@ -157,6 +164,34 @@ class Quota:
     ) -> tuple[Ticket | None, messages.RateLimits | None]:
         """Charges a request with `num_prompt` tokens whose answer has at most `most`, and returns its ticket with what
         its client is told; no ticket if a lease has to be waited for. Raises RequestError(overloaded)."""
+        charged, told = self._charge(address, num_prompt, most)
+        return (None, None) if isinstance(charged, Wanted) else (charged, told)
+
+    async def admitted(
+        self, address: subjects.ModelAddress, num_prompt: int, most: int | None, remaining_s: float | None = None
+    ) -> tuple[Ticket, messages.RateLimits | None]:
+        """Does the same, and waits for leases of the client's own limits. Raises RequestError(overloaded) if they take
+        too long, and RequestError(deadline_exceeded) if the `remaining_s` of the request pass before."""
+        now, pause_s = time.monotonic(), 0.0
+        until = now + _WAIT_S if remaining_s is None else now + min(_WAIT_S, remaining_s)
+        while True:
+            charged, told = self._charge(address, num_prompt, most)
+            if not isinstance(charged, Wanted):
+                return charged, told
+            if time.monotonic() >= until:
+                if remaining_s is not None and remaining_s < _WAIT_S:
+                    raise errors.request_error(errors.Code.DEADLINE_EXCEEDED)
+                problem = "the limits of this client can't be read at the moment"
+                raise errors.RequestError(errors.make_error(errors.Code.OVERLOADED, problem, retry_after_ms=1_000.0))
+            await self._answered(charged, until)
+            if pause_s:
+                await asyncio.sleep(min(self._rng.uniform(pause_s / 2, pause_s), until - time.monotonic()))
+            pause_s = min(2 * pause_s, _MAX_PAUSE_S) or _JITTER_S
+
+    def _charge(
+        self, address: subjects.ModelAddress, num_prompt: int, most: int | None
+    ) -> tuple[Ticket | Wanted, messages.RateLimits | None]:
+        """Raises RequestError(overloaded)."""
         if not self._limits.has_any(address):
             return FREE, None
         now = self.now
@@ -166,24 +201,7 @@ class Quota:
         if isinstance(charged, Throttled):
             self._metrics.throttled.labels(charged.account.unit).inc()
             raise self._refusal(charged, address, now)
-        return charged, None if charged is None else self._limits.report(address, now)
-
-    async def admitted(
-        self, address: subjects.ModelAddress, num_prompt: int, most: int | None
-    ) -> tuple[Ticket, messages.RateLimits | None]:
-        """Does the same, and waits for a lease. Raises RequestError(overloaded)."""
-        until, pause_s = time.monotonic() + _WAIT_S, 0.0
-        while True:
-            ticket, told = self.admit(address, num_prompt, most)
-            if ticket is not None:
-                return ticket, told
-            if time.monotonic() >= until:
-                problem = "the limits of this client can't be read at the moment"
-                raise errors.RequestError(errors.make_error(errors.Code.OVERLOADED, problem, retry_after_ms=1_000.0))
-            await self._answered()
-            if pause_s:
-                await asyncio.sleep(self._rng.uniform(pause_s / 2, pause_s))
-            pause_s = min(2 * pause_s, _MAX_PAUSE_S) or _JITTER_S
+        return charged, None if isinstance(charged, Wanted) else self._limits.report(address, now)
 
     def adopt(self, address: subjects.ModelAddress, num_charged: int) -> Ticket:
         """Counts a request that another router has charged."""
@@ -326,28 +344,46 @@ class Quota:
             self._log.error("quota_unreachable", error=str(error), routers=self.num_routers)
 
     def _wake(self) -> None:
-        if self._round is None:
-            self._round = asyncio.get_running_loop().create_future()
-        if self._leasing is None or self._leasing.done():
-            self._leasing = tasks.background("lease limits", self._lease_wanted())
+        """Begins to ask for leases that are wanted, as far as not too many are being asked for."""
+        while len(self._leasing) < _AT_ONCE and (account := self._next()) is not None:
+            self._num_leases += 1
+            task = self._leasing[account] = tasks.background("lease a limit", self._lease(account))
+            task.add_done_callback(functools.partial(self._leased, account))
 
-    async def _answered(self) -> None:
-        if self._round is None:
-            self._wake()
-        assert self._round is not None
-        await asyncio.shield(self._round)
+    def _next(self) -> Account | None:
+        """Takes what is to be leased next: what requests wait for comes first, each in the order of its arrival."""
+        queues = [self._urgent, self._limits.wanted]
+        if self._num_leases % _OTHERS_TURN == 0:
+            queues.reverse()
+        for queue in queues:
+            for account in queue:  # passes over few: at most those that are being leased
+                if account not in self._leasing:
+                    del queue[account]
+                    return account
+        return None
 
-    async def _lease_wanted(self) -> None:
-        try:
-            while self._limits.wanted:
-                some = list(self._limits.wanted)[:_AT_ONCE]
-                for account in some:
-                    del self._limits.wanted[account]
-                await asyncio.gather(*map(self._lease, some))
-        finally:
-            ended, self._round = self._round, None
-            if ended is not None and not ended.done():
-                ended.set_result(None)
+    def _leased(self, account: Account, task: asyncio.Task[None]) -> None:
+        del self._leasing[account]
+        if task.cancelled():  # this process ends
+            return
+        if (answer := self._answers.pop(account, None)) is not None:
+            answer.set_result(None)
+        self._wake()
+
+    async def _answered(self, wanted: Wanted, until: float) -> None:
+        """Waits until a request's leases are answered, or until a time."""
+        for account in wanted.accounts:
+            if account in self._limits.wanted:
+                del self._limits.wanted[account]
+                self._urgent[account] = None
+            elif account not in self._leasing and account not in self._urgent:
+                continue  # it has been answered already
+            if account not in self._answers:
+                self._answers[account] = asyncio.get_running_loop().create_future()
+        self._wake()
+        answers = [answer for account in wanted.accounts if (answer := self._answers.get(account)) is not None]
+        if answers:
+            await asyncio.wait(answers, timeout=max(0.0, until - time.monotonic()))
 
     async def _lease(self, account: Account) -> None:
         windows, slots = self._limits.windows.get(account), self._limits.slots.get(account)

@@ -337,7 +337,7 @@ class RequestLifecycle:
     async def _charge_and_prepare(self, flight: Flight, num_prompt: int) -> None:
         """Continues a request that had to wait until a limit was leased. Raises RequestError if it is used up."""
         flight.ticket, flight.rate_limits = await self._quota.admitted(
-            flight.address, num_prompt, flight.request.max_tokens
+            flight.address, num_prompt, flight.request.max_tokens, flight.remaining_s(time.monotonic())
         )
         workers = None
         if not self._prompts.must_wait(flight):

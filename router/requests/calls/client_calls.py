@@ -176,7 +176,8 @@ class ClientCalls:
     async def _carry(self, kind: CallKind[BodyT, WorkT], call: Call[BodyT, WorkT]) -> None:
         try:
             if call.ticket is None:
-                call.ticket, _ = await self._quota.admitted(call.address, call.num_bytes // 4, 0)
+                remaining_s = call.remaining_s(getattr(call.body, "timeout_ms", None))
+                call.ticket, _ = await self._quota.admitted(call.address, call.num_bytes // 4, 0, remaining_s)
             reply = await kind.answer(call)
         except errors.RequestError as error:
             reply = kind.replies(id=call.request_id, error=error.error)

@@ -40,6 +40,8 @@ class Broker:
         self.is_down = self.is_full = False
         self.revision = 0
         self.p_lost_answer = 0.0
+        self.slow: dict[str, float] = {}
+        """Seconds that it takes to read the records of some scopes."""
         self.heard_by: dict[Process, Callable[[Msg], None]] = {}
 
     @property
@@ -89,6 +91,7 @@ class Wire:
     async def get(self, key: str) -> Entry | None:
         await self._hop()
         found = self._broker.entries.get(key)
+        await asyncio.sleep(self._broker.slow.get(key.partition(".")[0], 0.0))
         await self._hop()
         return found
 
@@ -144,15 +147,18 @@ class RouterOfWorld:
         self.process.do(self.quota.open())
         self.process.spawn(self.quota.run())
 
-    def ask(self, num_prompt: int, tenant: str = "acme") -> None:
+    def ask(self, num_prompt: int, tenant: str = "acme", remaining_s: float | None = None) -> None:
         """Has a request come, whose answer is as long as expected."""
-        self.process.call(lambda: self.process.spawn(self._ask(num_prompt, tenant)) and None)
+        self.process.call(lambda: self.process.spawn(self._ask(num_prompt, tenant, remaining_s)) and None)
 
-    async def _ask(self, num_prompt: int, tenant: str) -> None:
+    async def _ask(self, num_prompt: int, tenant: str, remaining_s: float | None) -> None:
         address = ADDRESS._replace(tenant=tenant, key_id="" if self.made.key_limits is None else KEY_ID)
         try:
-            ticket, _ = await self.quota.admitted(address, num_prompt, 0)
+            ticket, _ = await self.quota.admitted(address, num_prompt, 0, remaining_s)
         except errors.RequestError as refused:
+            self.made.refused[tenant].append((self.made.world.now, refused.error.code))
+            if remaining_s is not None and refused.error.code is errors.Code.DEADLINE_EXCEEDED:
+                return
             assert refused.error.code is errors.Code.OVERLOADED
             assert refused.error.retry_after_ms is not None
             assert refused.error.retry_after_ms > 0
@@ -181,6 +187,8 @@ class QuotaWorld:
         self.overrides = overrides or {}
         self.let_through: dict[str, list[float]] = defaultdict(list)
         """The times at which requests of each tenant were let through."""
+        self.refused: dict[str, list[tuple[float, errors.Code]]] = defaultdict(list)
+        """The times at which they were refused, and why."""
         self.world, self.rng, self.tenant_limits = world, world.rng, tenant_limits
         self.broker = Broker(world)
         self.routers: list[RouterOfWorld] = []

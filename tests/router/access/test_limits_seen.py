@@ -6,7 +6,7 @@ from tokenbus.cli.commands.top import limits_text
 from tokenbus.client.wire.fleet_picture import FleetPicture
 from tokenbus.protocol.access.keys import KeyLimits
 from tokenbus.protocol.wire import messages, subjects
-from tokenbus.router.access.limits import Account, Limits, TenantLimits, Ticket
+from tokenbus.router.access.limits import Account, Limits, TenantLimits, Ticket, Wanted
 
 KEYS = {"aaaaaaaaaa": KeyLimits(requests_per_minute=60, concurrency=8), "bbbbbbbbbb": KeyLimits(requests_per_minute=30)}
 NOW = 1_000.0
@@ -15,7 +15,7 @@ NOW = 1_000.0
 def limits() -> Limits:
     made = Limits(TenantLimits(tokens_per_minute=6_000), {}, lambda key_id: KEYS.get(key_id, KeyLimits()))
     for tenant, key_id in (("acme", "aaaaaaaaaa"), ("globex", "bbbbbbbbbb")):
-        assert made.admit(subjects.ModelAddress("m", tenant, key_id), 1, 0, NOW) is None
+        assert isinstance(made.admit(subjects.ModelAddress("m", tenant, key_id), 1, 0, NOW), Wanted)
     for share in made.windows.values():
         share.roll(NOW)
         share.share_out(1, NOW)

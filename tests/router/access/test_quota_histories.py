@@ -12,7 +12,8 @@ from tests.router.access.quota_world import ADDRESS, KEY_ID, QuotaWorld
 from tests.sim.world import world
 from tokenbus.protocol.access.keys import KeyLimits
 from tokenbus.protocol.bus.bucket import Entry
-from tokenbus.router.access.limits import Account, Limits, TenantLimits, Throttled, Ticket
+from tokenbus.protocol.wire import errors
+from tokenbus.router.access.limits import Account, Limits, TenantLimits, Throttled, Ticket, Wanted
 from tokenbus.router.access.slots import SlotShare
 from tokenbus.router.access.windows import DAY_S, WINDOW_S, Record, WindowShare
 
@@ -161,7 +162,7 @@ def test_a_day_s_limit_that_open_requests_may_still_give_back_is_no_reason_to_wa
 
     def admitted() -> Ticket | Throttled:
         nonlocal record
-        while (found := limits.admit(address, 40, 0, 10.0)) is None:
+        while isinstance(found := limits.admit(address, 40, 0, 10.0), Wanted):
             (share,) = limits.windows.values()
             leased = share.lease(record, "r1", 1)
             assert leased is not None
@@ -398,3 +399,67 @@ def test_tenants_that_ask_for_more_than_they_may_get_shares_by_their_limits_and_
             assert counts[tenant] / sum(counts.values()) == pytest.approx(weight / 15, rel=0.1)
             times = made.let_through[tenant]
             assert max(later - earlier for earlier, later in itertools.pairwise(times)) < 5.0
+
+
+def test_a_request_waits_for_its_own_leases_only() -> None:
+    with world(5) as virtual:
+        made = QuotaWorld(virtual, 1, TenantLimits(requests_per_minute=600))
+        (router,) = made.routers
+        virtual.run(25.0)
+        made.broker.slow = {f"=slow{number}": 1.5 for number in range(20)}
+        for number in range(20):
+            router.ask(1, f"slow{number}")
+        virtual.run(0.1)
+        began = virtual.now
+        router.ask(1, "calm")
+        virtual.run(3.0)
+        assert made.let_through["calm"][0] - began < 0.05
+        assert all(made.let_through[tenant][0] - began > 1.0 for tenant in (f"slow{number}" for number in range(20)))
+
+
+def test_a_request_comes_before_leases_that_no_request_waits_for() -> None:
+    with world(5) as virtual:
+        made = QuotaWorld(virtual, 1, TenantLimits(requests_per_minute=600))
+        (router,) = made.routers
+        virtual.run(25.0)
+        idle = [f"idle{number}" for number in range(1_000)]
+        for tenant in idle:
+            router.ask(1, tenant)
+        virtual.run(2.0)
+        made.broker.slow = {f"={tenant}": 0.1 for tenant in idle}
+        router.limits.wanted.update(dict.fromkeys(router.limits.windows))
+        router.process.call(router.quota._wake)
+        virtual.run(0.01)
+        began = virtual.now
+        router.ask(1, "calm")
+        virtual.run(5.0)
+        assert made.let_through["calm"][0] - began < 0.2  # of more than 3 s that all of them take
+        assert not router.limits.wanted
+
+
+@pytest.mark.parametrize(
+    ("remaining_s", "waits_s", "code"),
+    [
+        (0.3, 0.3, errors.Code.DEADLINE_EXCEEDED),
+        (9.0, 2.0, errors.Code.OVERLOADED),
+        (None, 2.0, errors.Code.OVERLOADED),
+    ],
+)
+def test_a_request_waits_for_a_lease_within_its_own_time_and_for_two_seconds_at_most(
+    remaining_s: float | None, waits_s: float, code: errors.Code
+) -> None:
+    with world(5) as virtual:
+        made = QuotaWorld(virtual, 1, TenantLimits(requests_per_minute=600))
+        (router,) = made.routers
+        virtual.run(25.0)
+        made.broker.slow = {"=acme": 5.0}
+        began = virtual.now
+        router.ask(1, "acme", remaining_s)
+        virtual.run(4.0)
+        ((refused_at, why),) = made.refused["acme"]
+        assert (refused_at - began, why) == (pytest.approx(waits_s, abs=0.03), code)
+        made.broker.slow = {}
+        virtual.run(5.0)
+        router.ask(1, "acme", remaining_s)
+        virtual.run(0.1)
+        assert len(made.let_through["acme"]) == 1
