@@ -1,6 +1,10 @@
 """The order in which queued requests leave, and which are evicted when there are too many."""
 
+import functools
+from collections.abc import Callable
+
 import pytest
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -120,6 +124,70 @@ def test_a_tenant_with_nothing_to_start_saves_no_credit() -> None:
     for key in "xyz":
         queue.enqueue(waiting(key, "b", tokens=QUANTUM_TOKENS))
     assert order(queue) in ("0x1y2z3", "x0y1z23")
+
+
+class RoundByRound(FairQueue):
+    """The queue as it is defined: tenants take turns, and each saves a quantum until one can afford its request."""
+
+    def pop_startable(self, now: float, can_start: Callable[[QueuedRequest], bool]) -> QueuedRequest | None:
+        num_idle = 0
+        while num_idle < len(self._round):
+            tenant = self._tenants[self._round[0]]
+            first = tenant.first(can_start)
+            if first is not None and first.tokens <= tenant.deficit:
+                tenant.deficit -= first.tokens
+                return self.remove(first.key)
+            tenant.deficit += QUANTUM_TOKENS if first is not None else 0
+            num_idle = 0 if first is not None else num_idle + 1
+            self._round.rotate(-1)
+        return None
+
+
+def saved(queue: FairQueue) -> list[tuple[str, int]]:
+    """Returns what each tenant has saved, in the order of their turns."""
+    return [(name, queue._tenants[name].deficit) for name in queue._round]
+
+
+def _lacks(need: str, request: QueuedRequest) -> bool:
+    return request.needs != need
+
+
+_PUTS = st.tuples(
+    st.sampled_from("abcde"), st.integers(0, 20 * QUANTUM_TOKENS), st.sampled_from([None, "one", "other"])
+)
+_POPS = st.sampled_from(["nothing", "one", "other"])
+
+
+@given(st.lists(_PUTS | _POPS, max_size=60))
+def test_rounds_that_are_skipped_would_have_served_nobody(steps: list[tuple[str, int, str | None] | str]) -> None:
+    queue, model = FairQueue(1_000, 1 << 40), RoundByRound(1_000, 1 << 40)
+    for number, step in enumerate(steps):
+        if isinstance(step, tuple):
+            tenant, tokens, needs = step
+            for one in (queue, model):
+                one.enqueue(waiting(str(number), tenant, tokens=tokens, needs=needs))
+        else:
+            can_start = functools.partial(_lacks, step)
+            popped, expected = (one.pop_startable(0.0, can_start) for one in (queue, model))
+            assert popped == expected
+        assert saved(queue) == saved(model)
+    assert [queue.pop(0.0).key for _ in range(len(queue))] == [model.pop(0.0).key for _ in range(len(model))]
+
+
+def test_what_a_request_costs_does_not_change_what_it_costs_to_choose_it() -> None:
+    queue = filled(
+        *(waiting(f"{number}", f"t{number}", tokens=100_000) for number in range(200)),
+        max_requests=200,
+        max_tokens=1 << 30,
+    )
+    asked: list[str] = []
+
+    def can_start(request: QueuedRequest) -> bool:
+        asked.append(request.key)
+        return True
+
+    assert queue.pop_startable(0.0, can_start) is not None
+    assert sorted(asked) == sorted(f"{number}" for number in range(200))  # once each, and not in each of 391 rounds
 
 
 class FairQueueHistory(RuleBasedStateMachine):

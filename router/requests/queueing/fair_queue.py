@@ -11,6 +11,7 @@ Requests whose stream has begun and lost its worker come before all others, and 
 
 import bisect
 import itertools
+import math
 from collections import deque
 from collections.abc import Callable, Hashable
 from typing import NamedTuple
@@ -71,6 +72,10 @@ class _TenantQueue:
         """Returns the first request that can be started."""
         heads = sorted(positions[0] for positions in self.positions.values())
         return next((self.requests[head] for head in heads if can_start(self.requests[head])), None)
+
+    def rounds_until(self, request: QueuedRequest) -> int:
+        """Returns after how many rounds the tenant can afford a request."""
+        return max(0, -((self.deficit - request.tokens) // QUANTUM_TOKENS))
 
     def last(self) -> QueuedRequest:
         """Returns the request that would leave after all others."""
@@ -147,21 +152,28 @@ class FairQueue:
         for request in self._begun:
             if can_start(request):
                 return self.remove(request.key)
-        num_idle = 0
-        while num_idle < len(self._round):
-            tenant = self._tenants[self._round[0]]
-            first = tenant.first(can_start)
-            if first is not None and first.tokens <= tenant.deficit:
-                tenant.deficit -= first.tokens
-                self.remove(first.key)
-                self._left.add(now)
-                return first
-            # The tenant can't afford its next request yet: it saves its quantum, and it is the next tenant's turn. One
-            # that has nothing to start saves nothing.
-            tenant.deficit += QUANTUM_TOKENS if first is not None else 0
-            num_idle = 0 if first is not None else num_idle + 1
-            self._round.rotate(-1)
-        return None
+        saving: list[tuple[int, _TenantQueue, QueuedRequest]] = []
+        least = math.inf
+        for turn, name in enumerate(self._round):
+            tenant = self._tenants[name]
+            if (first := tenant.first(can_start)) is None:
+                continue  # one that has nothing to start saves nothing
+            saving.append((turn, tenant, first))
+            least = min(least, tenant.rounds_until(first))
+            if not least:
+                break
+        if not saving:
+            return None
+        # Those before the next one save a quantum in its last round too, which they can't spend yet either.
+        num_rounds = int(least)
+        turn, tenant, first = next(one for one in saving if one[1].rounds_until(one[2]) == num_rounds)
+        for other_turn, other, _ in saving:
+            other.deficit += QUANTUM_TOKENS * (num_rounds + (other_turn < turn))
+        tenant.deficit -= first.tokens
+        self._round.rotate(-turn)
+        self.remove(first.key)
+        self._left.add(now)
+        return first
 
     def remove(self, key: str) -> QueuedRequest:
         """Removes and returns a request from any position."""
