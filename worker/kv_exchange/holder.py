@@ -10,6 +10,7 @@ import enum
 import secrets
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 from tokenbus.protocol import tasks
 from tokenbus.protocol.wire import block_hash, codec, errors, internal, limits, messages
@@ -18,6 +19,7 @@ from tokenbus.worker.broker.replica_state import Serving
 from tokenbus.worker.contract import contract, engine_output
 from tokenbus.worker.contract.contract import CachedPrefix
 from tokenbus.worker.contract.engine_request import EngineRequest, Sampling
+from tokenbus.worker.kv_exchange.checksums import checksums_of
 
 
 class RemotePrefill:
@@ -173,6 +175,13 @@ _PATIENCE_S = 0.25
 """A reader that waits this long for a block is told to ask again, which shows that this worker is alive."""
 
 
+class Block(NamedTuple):
+    """A block as it is given."""
+
+    content: bytes
+    checksum: int
+
+
 class NoBlock(enum.Enum):
     """Why a holder does not return a block."""
 
@@ -196,16 +205,16 @@ class _OpenLease:
         self._batch_size = max(1, _BATCH_BYTES // config.kv_format.num_bytes)
         if remote_prefill is not None:  # a batch can be read once it is fully computed
             self._batch_size = min(self._batch_size, _REMOTE_PREFILL_BATCH_BLOCKS)
-        self._batches: dict[int, asyncio.Task[list[bytes]]] = {}
+        self._batches: dict[int, asyncio.Task[list[Block]]] = {}
 
-    async def read(self, block: int) -> bytes | NoBlock:
+    async def read(self, block: int) -> Block | NoBlock:
         try:
             async with asyncio.timeout(_PATIENCE_S):
                 return await self._read(block)
         except TimeoutError:
             return NoBlock.LATER
 
-    async def _read(self, block: int) -> bytes | NoBlock:
+    async def _read(self, block: int) -> Block | NoBlock:
         number, place = divmod(block - self._lease.first, self._batch_size)
         if self.remote_prefill is not None:
             await self.remote_prefill.wait_for(self._end(number))
@@ -230,7 +239,7 @@ class _OpenLease:
     def _is_there(self, number: int) -> bool:
         return self.remote_prefill is None or self.remote_prefill.has(self._end(number))
 
-    async def _export(self, number: int) -> list[bytes]:
+    async def _export(self, number: int) -> list[Block]:
         start = self._start(number)
         count = self._end(number) - start
         prefix = self._lease.prefix
@@ -240,7 +249,7 @@ class _OpenLease:
             _, blocks = await self._engine.export_blocks(needed, start, count, is_last=is_last)
         except errors.RequestError:  # the engine has died
             return []
-        return blocks
+        return list(map(Block, blocks, await checksums_of(blocks)))
 
 
 class Holder:
@@ -322,8 +331,8 @@ class Holder:
         self.on_remote_prefill(remote_prefill)
         return internal.BlockLease(lease=lease.name, num_blocks=end - request.first)
 
-    async def read(self, lease: str, block: int) -> bytes | NoBlock:
-        """Returns the content of a block, given its number in the prompt. It does not wait long for one."""
+    async def read(self, lease: str, block: int) -> Block | NoBlock:
+        """Returns a block, given its number in the prompt. It does not wait long for one."""
         now = time.monotonic()
         self.tick(now)
         known = self._leases.use(lease, now)

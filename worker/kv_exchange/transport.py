@@ -18,7 +18,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import structlog
-import xxhash
 from nats.aio.msg import Msg
 
 from tokenbus.protocol import tasks
@@ -35,7 +34,8 @@ from tokenbus.protocol.parts.receiver import PartsReceiver
 from tokenbus.protocol.parts.sender import PartsSender
 from tokenbus.protocol.wire import codec, errors, internal, limits, messages, subjects
 from tokenbus.protocol.wire.checks import validation
-from tokenbus.worker.kv_exchange.holder import MAX_LEASES, Holder, NoBlock
+from tokenbus.worker.kv_exchange.checksums import checksums_of
+from tokenbus.worker.kv_exchange.holder import MAX_LEASES, Block, Holder, NoBlock
 
 _leases = codec.Decoder(internal.BlockLease)
 _lease_requests = codec.Decoder(internal.BlockLeaseRequest)
@@ -255,9 +255,9 @@ class BlockTransport:
     async def _give(self, read: internal.BlockRead, reply: str) -> None:
         block = await self._holder.read(read.lease, read.block)
         part = internal.BlockPart(later=block is NoBlock.LATER)
-        if isinstance(block, bytes):
-            data = block[read.offset : read.offset + read.num_bytes]
-            part = internal.BlockPart(data=data, checksum=xxhash.xxh3_64_intdigest(block))
+        if isinstance(block, Block):
+            data = block.content[read.offset : read.offset + read.num_bytes]
+            part = internal.BlockPart(data=data, checksum=block.checksum)
             if self._is_computing():
                 await asyncio.sleep(self._pace.delay_s(len(data), time.monotonic()))
             self.given_bytes += len(data)
@@ -296,7 +296,8 @@ class LeasedBlocks:
         ]
         parts = await asyncio.gather(*map(self._read, reads))
         content = b"".join(part.data for part in parts)
-        if any(part.checksum != xxhash.xxh3_64_intdigest(content) for part in parts):
+        (checksum,) = await checksums_of([content])
+        if any(part.checksum != checksum for part in parts):
             raise TransferError("corrupt", "the checksum of a block is wrong")
         return content
 

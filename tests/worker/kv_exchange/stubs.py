@@ -5,11 +5,14 @@ from array import array
 from collections.abc import Awaitable, Callable
 from typing import cast
 
+import xxhash
+
 from tests.support.arithmetic import block_of, exchanging, make_config
 from tokenbus.protocol.wire import block_hash, internal, messages
 from tokenbus.worker.broker.replica_state import Serving
 from tokenbus.worker.contract import contract
 from tokenbus.worker.kv_exchange import fetcher
+from tokenbus.worker.kv_exchange.holder import Block
 from tokenbus.worker.kv_exchange.transport import TransferError
 
 SIZE = 16
@@ -25,6 +28,11 @@ def prefix(num_blocks: int) -> contract.CachedPrefix:
 
 def block(number: int) -> bytes:
     return block_of({at: at for at in range(SIZE * number, SIZE * (number + 1))})
+
+
+def given_block(number: int) -> Block:
+    """Returns a block as a holder gives it."""
+    return Block(block(number), xxhash.xxh3_64_intdigest(block(number)))
 
 
 class StubEngine:

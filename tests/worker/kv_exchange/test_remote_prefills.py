@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.worker.kv_exchange.stubs import ADAPTERS, CONFIG, SIZE, StubEngine, block, prefix, serving
+from tests.worker.kv_exchange.stubs import ADAPTERS, CONFIG, SIZE, StubEngine, block, given_block, prefix, serving
 from tokenbus.protocol.wire import codec, errors, internal, limits, messages
 from tokenbus.worker.contract import engine_output
 from tokenbus.worker.contract.engine_request import EngineRequest
@@ -104,12 +104,12 @@ async def test_all_blocks_are_promised_at_once_and_given_as_they_come(end: Fixtu
     with without_patience():
         assert await end.holder.read(lease.lease, 3) is NoBlock.LATER
     end.engine.compute(11 * SIZE)  # blocks 3 to 10 are the first batch
-    assert await end.holder.read(lease.lease, 3) == block(3)
-    assert await end.holder.read(lease.lease, 10) == block(10)
+    assert await end.holder.read(lease.lease, 3) == given_block(3)
+    assert await end.holder.read(lease.lease, 10) == given_block(10)
     with without_patience():
         assert await end.holder.read(lease.lease, 11) is NoBlock.LATER
     end.engine.compute(40 * SIZE)
-    assert [await end.holder.read(lease.lease, at) for at in range(11, 40)] == [block(at) for at in range(11, 40)]
+    assert [await end.holder.read(lease.lease, at) for at in range(11, 40)] == [given_block(at) for at in range(11, 40)]
     assert end.outcomes == ["", "complete"]
 
 
@@ -119,7 +119,7 @@ async def test_a_read_that_waits_is_answered_as_soon_as_the_block_is_there(end: 
     await asyncio.sleep(0)
     assert not reading.done()
     end.engine.compute(8 * SIZE)
-    assert await reading == block(0)
+    assert await reading == given_block(0)
 
 
 async def test_a_remote_prefill_ends_with_its_lease_and_leaves_what_is_computed(end: Fixture) -> None:
@@ -155,8 +155,8 @@ async def test_what_was_computed_before_a_remote_prefill_failed_is_given_and_the
         assert await end.holder.read(lease.lease, 0) is NoBlock.GONE
         return
     end.engine.fail()
-    given = [await end.holder.read(lease.lease, at) for at in range(40)]
-    assert given == [block(at) for at in range(12)] + [NoBlock.GONE] * 28
+    found = [await end.holder.read(lease.lease, at) for at in range(40)]
+    assert found == [given_block(at) for at in range(12)] + [NoBlock.GONE] * 28
     assert end.outcomes == ["", "failed"]
 
 

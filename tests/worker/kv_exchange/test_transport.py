@@ -1,7 +1,9 @@
 """Over a real broker: leases, parts, and both ends in the hands of an enemy. Blocks move no faster than the pace."""
 
 import asyncio
+import threading
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
@@ -9,13 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.worker.kv_exchange.stubs import ADAPTERS, CONFIG, StubEngine, block, prefix, serving
+from tests.worker.kv_exchange.stubs import ADAPTERS, CONFIG, StubEngine, block, given_block, prefix, serving
 from tokenbus.cli.console import nats_server
 from tokenbus.protocol.bus import connection
 from tokenbus.protocol.bus.bus import Bus
 from tokenbus.protocol.wire import block_hash, codec, internal, subjects
 from tokenbus.worker.broker.own_subjects import OwnSubjects
-from tokenbus.worker.kv_exchange import holder, transport
+from tokenbus.worker.kv_exchange import checksums, holder, transport
 from tokenbus.worker.kv_exchange.holder import LEASE_S, UNREAD_S, Holder
 from tokenbus.worker.kv_exchange.transport import BlockTransport, Pace, TransferError
 
@@ -108,6 +110,39 @@ async def test_a_block_of_many_parts_is_put_together(ends: tuple[End, End], monk
     assert await lease.read(5, NUM_BYTES) == block(5)
 
 
+async def test_a_block_is_hashed_once_at_either_end_however_many_parts_it_has(
+    ends: tuple[End, End], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hashed: Counter[bytes] = Counter()
+    monkeypatch.setattr(transport, "part_bytes", lambda max_payload: 1 + NUM_BYTES // 10)
+
+    def count(contents: Sequence[bytes]) -> list[int]:
+        hashed.update(contents)
+        return hash_all(contents)
+
+    hash_all = checksums._checksums
+    monkeypatch.setattr(checksums, "_checksums", count)
+    lease = await ends[1].transport.lease("a", request())
+    assert await asyncio.gather(*(lease.read(number, NUM_BYTES) for number in range(8))) == list(map(block, range(8)))
+    lease.close()
+    assert [hashed[block(number)] for number in range(8)] == [2] * 8
+
+
+async def test_large_blocks_are_hashed_by_another_thread_than_the_one_that_keeps_the_worker_alive(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    threads: list[int] = []
+
+    def note(contents: Sequence[bytes]) -> list[int]:
+        threads.append(threading.get_ident())
+        return [len(content) for content in contents]
+
+    monkeypatch.setattr(checksums, "_checksums", note)
+    assert await checksums.checksums_of([b"small"]) == [5]
+    assert await checksums.checksums_of([bytes(1 << 20)] * 2) == [1 << 20] * 2
+    assert threads[0] == threading.get_ident() != threads[1]
+
+
 async def test_a_question_larger_than_a_message_comes_in_parts(ends: tuple[End, End]) -> None:
     a, b = ends
     long = CONFIG.context_length
@@ -183,14 +218,14 @@ async def test_a_reader_in_any_order_makes_a_holder_keep_few_blocks(
     if is_stuck:
         engine.gate.clear()
     for number in order:
-        expected = holder.NoBlock.LATER if is_stuck else block(number)
+        expected = holder.NoBlock.LATER if is_stuck else given_block(number)
         assert await one.read(lease.lease, number) == expected
         assert len(one._open[lease.lease]._batches) <= 16
     assert not is_stuck or len(engine.last_exports) <= 1 + 16
     engine.gate.set()
     while (found := await one.read(lease.lease, 20)) is holder.NoBlock.LATER:
         await asyncio.sleep(0)
-    assert found == block(20)
+    assert found == given_block(20)
 
 
 async def test_blocks_that_were_evicted_meanwhile_are_gone(ends: tuple[End, End]) -> None:
