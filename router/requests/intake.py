@@ -229,6 +229,9 @@ class Intake:
                 self._lifecycle.admit(flight, len(message.data), message.headers)
             except errors.RequestError as error:
                 self._refuse(message, flight.encoding, flight.request_id, error.error)
+            except Exception:  # as in `_on_generate`
+                self._refuse(message, flight.encoding, flight.request_id, errors.make_error(errors.Code.INTERNAL))
+                raise
 
         timer = asyncio.get_running_loop().call_later(_DUPLICATE_GRACE_S, try_again)
         self._duplicates[timer] = try_again

@@ -120,13 +120,15 @@ class RequestLifecycle:
     def recover(self, flight: Flight, worker: Worker, *, is_certain: bool, takes: bool = False) -> None:
         """Dispatches a request again after its worker was lost. Unless the loss is certain, its run is revoked first,
         or taken from a worker that gives it up."""
-        self._flights.reclaim(flight)
-        flight.in_doubt = not is_certain
-        flight.keepalive_at = None
-        self._telemetry.rerouted(flight, worker.card.worker_id, time.monotonic())
-        self._spawn(
-            flight, functools.partial(self._dispatcher.redispatch, flight, worker, is_certain=is_certain, takes=takes)
-        )
+        try:
+            self._flights.reclaim(flight)
+            flight.in_doubt = not is_certain
+            flight.keepalive_at = None
+            self._telemetry.rerouted(flight, worker.card.worker_id, time.monotonic())
+            again = functools.partial(self._dispatcher.redispatch, flight, worker, is_certain=is_certain, takes=takes)
+            self._spawn(flight, again)
+        except Exception as error:  # outermost frame of a request: the worker's others are recovered all the same
+            self._fail(flight, error)
 
     def adopt(self, flight: Flight, worker: Worker | None) -> bool:
         """Takes over a request of another router: `worker` runs it, or it is dispatched if that is None.

@@ -63,6 +63,10 @@ class RequestTraces:
         self._capacity = capacity
         self._ends: dict[str, collections.deque[_End]] = {}
         """By tenant, the oldest first."""
+        self._tenants: dict[int, dict[str, None]] = {}
+        """The tenants by the number of their ends, each of which changes by one at a time."""
+        self._most = 0
+        """The most ends of a tenant."""
         self._num_ends = 0
         self._by_key: dict[str, _End] = {}
         """The last end of each request key: ids may be used again."""
@@ -93,19 +97,33 @@ class RequestTraces:
         own = self._ends.setdefault(flight.address.tenant, collections.deque())
         own.append(end)
         self._num_ends += 1
+        self._count(flight.address.tenant, len(own) - 1, len(own))
         if self._num_ends > self._capacity:
             self._forget_one(flight.address.tenant)
 
     def _forget_one(self, tenant: str) -> None:
         """Forgets the oldest end of this tenant if it has more than its share, or else of the one that has most."""
         if len(self._ends[tenant]) * len(self._ends) <= self._capacity:
-            tenant = max(self._ends, key=lambda one: len(self._ends[one]))
-        oldest = self._ends[tenant].popleft()
+            tenant = next(iter(self._tenants[self._most]))
+        own = self._ends[tenant]
+        oldest = own.popleft()
         self._num_ends -= 1
-        if not self._ends[tenant]:
+        self._count(tenant, len(own) + 1, len(own))
+        if not own:
             del self._ends[tenant]
         if self._by_key.get(oldest.key) is oldest:
             del self._by_key[oldest.key]
+
+    def _count(self, tenant: str, before: int, now: int) -> None:
+        """Notes a tenant's number of ends, so that who has most is found without a look at every tenant."""
+        if before:
+            del self._tenants[before][tenant]
+            if not self._tenants[before]:
+                del self._tenants[before]
+        if now:
+            self._tenants.setdefault(now, {})[tenant] = None
+        if now > self._most or self._most not in self._tenants:
+            self._most = now
 
     def answer(self, reply: str, asked: messages.TraceRequest, encoding: codec.Encoding, tenant: str) -> None:
         """Answers one who asks for requests of a tenant."""

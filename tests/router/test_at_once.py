@@ -235,6 +235,54 @@ async def test_a_bug_while_it_is_read_leaves_its_client_a_terminal(
     assert len(testbed.router.flights) == 0
 
 
+async def test_a_bug_while_it_is_read_again_after_the_end_of_its_namesake_leaves_its_client_a_terminal(
+    testbed: Testbed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(testbed.router._lifecycle, "admit", duplicate)
+    testbed.ask()
+    ((timer, try_again),) = testbed.router._intake._duplicates.items()
+    timer.cancel()
+    monkeypatch.setattr(testbed.router._lifecycle, "admit", lambda *arguments: 1 / 0)
+    with pytest.raises(ZeroDivisionError):  # which the event loop logs
+        try_again()
+    (terminal,) = testbed.terminals()
+    assert terminal.error
+    assert terminal.error.code is errors.Code.INTERNAL
+
+
+def duplicate(*arguments: object) -> None:
+    raise errors.request_error(errors.Code.DUPLICATE_REQUEST)
+
+
+async def test_a_bug_with_one_request_of_a_lost_worker_keeps_none_of_its_others_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    testbed = await Testbed().open()
+    lost = testbed.router.fleet.find_worker(subjects.WorkerAddress("demo", "w1"))
+    assert lost is not None
+    for name in "ab":
+        testbed.ask(name)
+        testbed.answer(testbed.runs()[0], ACCEPTED)
+        await turns()
+    a, b = testbed.router.flights.all()
+    rerouted = testbed.router._lifecycle._telemetry.rerouted
+    bugs = iter([True, False])
+    monkeypatch.setattr(
+        testbed.router._lifecycle._telemetry,
+        "rerouted",
+        lambda *arguments: 1 / 0 if next(bugs) else rerouted(*arguments),
+    )
+    for one in (a, b):
+        testbed.router._lifecycle.recover(one, lost, is_certain=True)
+    (terminal,) = testbed.terminals()
+    assert terminal.error
+    assert (terminal.id, terminal.error.code) == ("a", errors.Code.INTERNAL)
+    assert testbed.router.flights.all() == [b]
+    for task in list(testbed.router._lifecycle._tasks):
+        task.cancel()
+    await turns()
+
+
 async def test_who_asks_for_traces_without_end_is_told_when_to_ask_again(testbed: Testbed) -> None:
     def ask(reply: str) -> messages.TraceReply:
         testbed.broker.deliver(NAMES.trace[0], NAMES.trace[0], b"", reply)

@@ -1,7 +1,12 @@
 """How requests went is remembered, a bounded number of them, and told to their own tenant."""
 
+from collections import Counter
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.router.builders import card, fleet_of, flight, known
 from tokenbus.protocol.wire import codec, errors, internal, messages
@@ -124,6 +129,39 @@ def test_a_tenant_with_many_requests_makes_the_router_forget_none_of_the_others(
     for number in range(20):
         bed.ended("d", tenant=f"t{number}")
     assert len(bed.traces) == len(bed.traces._ends) == 6
+
+
+@given(st.lists(st.sampled_from("abcdefg"), max_size=80), st.integers(1, 8))
+def test_who_loses_an_end_has_most_of_them_or_more_than_its_share(tenants: list[str], capacity: int) -> None:
+    bed, counts = Testbed(capacity), Counter[str]()
+    for tenant in tenants:
+        bed.ended("r", tenant=tenant)
+        counts[tenant] += 1
+        now = Counter({one: len(ends) for one, ends in bed.traces._ends.items()})
+        if counts.total() > capacity:
+            (loser,) = (counts - now).elements()
+            has_more_than_its_share = loser == tenant and counts[tenant] * len(counts) > capacity
+            assert counts[loser] == max(counts.values()) or has_more_than_its_share
+        assert now.total() <= capacity
+        assert bed.traces._most == max(now.values())
+        counts = now
+
+
+class Unseen(dict[str, Any]):
+    """What nobody may look through."""
+
+    def __iter__(self) -> Iterator[str]:
+        raise AssertionError("somebody looks at every tenant")
+
+
+def test_an_end_is_forgotten_without_a_look_at_every_tenant() -> None:
+    bed = Testbed(capacity=100)
+    for number in range(100):
+        bed.ended("r", tenant=f"t{number}")
+    bed.ended("q", tenant="t7")
+    bed.traces._ends = Unseen(bed.traces._ends)
+    bed.ended("r", tenant="new")
+    assert len(bed.traces) == 100
 
 
 def test_a_tenant_finds_its_own_requests_only_and_none_by_a_part_of_an_id() -> None:
