@@ -10,6 +10,7 @@ A caller is an API key or, where there are none, a connection, by the beginning 
 user that ask over connections of their own have accounts of their own. Over HTTP it is an address, in place of a
 connection."""
 
+import functools
 import math
 
 from tokenbus.protocol.ttl_cache import TTLCache
@@ -26,6 +27,8 @@ LEAST_S = 100e-6
 """The least that an answer counts: receiving the question and sending the answer take time too."""
 _TTL_S = CALLER_BURST_S / CALLER_SHARE + 60.0
 MAX_CALLERS = 4_096
+_STEP_S = 0.05
+"""Waits are told in steps of this, so that most refusals are like an earlier one."""
 _INBOX_TOKENS = 2
 """The tokens that all inboxes of one connection begin with, of those that have more."""
 
@@ -65,17 +68,18 @@ class Inquiries:
     def __repr__(self) -> str:
         return f"<Inquiries of {len(self._callers)} callers, {self.num_refused} refused>"
 
-    def check(self, caller: str, now: float) -> None:
-        """Raises RequestError(overloaded) if a caller, or all of them together, have taken too much."""
+    def refusal(self, caller: str, now: float) -> errors.Error | None:
+        """Returns the error for a caller if it, or all of them together, have taken too much."""
         account = self._callers.get(caller, now)
         own_s, all_s = 0.0 if account is None else account.wait_s(now), self._all.wait_s(now)
-        if own_s or all_s:
-            self.num_refused += 1
-            words = (
-                f"you ask more than {self._asked} answers" if own_s else f"{self._asked} is asked more than it answers"
-            )
-            wait_ms = math.ceil(1e3 * max(own_s, all_s))
-            error = errors.make_error(errors.Code.OVERLOADED, f"{words}: ask less often", retry_after_ms=wait_ms)
+        if not own_s and not all_s:
+            return None
+        self.num_refused += 1
+        return _refusal(self._asked, bool(own_s), math.ceil(max(own_s, all_s) / _STEP_S))
+
+    def check(self, caller: str, now: float) -> None:
+        """Raises RequestError(overloaded) in the same case."""
+        if (error := self.refusal(caller, now)) is not None:
             raise errors.RequestError(error)
 
     def pay(self, caller: str, seconds: float, now: float) -> None:
@@ -86,6 +90,13 @@ class Inquiries:
         self._callers.put(caller, account, now)
         account.take(max(seconds, LEAST_S), now)
         self._all.take(max(seconds, LEAST_S), now)
+
+
+@functools.lru_cache(1_024)
+def _refusal(asked: str, is_own: bool, num_steps: int) -> errors.Error:
+    words = f"you ask more than {asked} answers" if is_own else f"{asked} is asked more than it answers"
+    wait_ms = 1e3 * _STEP_S * num_steps
+    return errors.make_error(errors.Code.OVERLOADED, f"{words}: ask less often", retry_after_ms=wait_ms)
 
 
 def caller_of(who: subjects.ModelAddress, reply: str) -> str:

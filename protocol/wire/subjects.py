@@ -109,9 +109,15 @@ def is_inbox(reply: str, prefixes: tuple[str, ...], tenant_token: str = DEFAULT_
     directing messages to other parts of the system."""
     return (
         len(reply.encode()) <= limits.MAX_INBOX_BYTES
+        and reply.startswith(_inboxes_of(prefixes, tenant_token))
         and bool(_SUBJECT.fullmatch(reply))
-        and any(reply.startswith(prefix.replace(TENANT_PLACEHOLDER, tenant_token) + ".") for prefix in prefixes)
     )
+
+
+@functools.lru_cache(_MAX_NAMES)
+def _inboxes_of(prefixes: tuple[str, ...], tenant_token: str) -> tuple[str, ...]:
+    """Returns how a tenant's inboxes may begin."""
+    return tuple(prefix.replace(TENANT_PLACEHOLDER, tenant_token) + "." for prefix in prefixes)
 
 
 class ModelAddress(NamedTuple):

@@ -314,14 +314,18 @@ class Intake:
         except ValueError:
             return
         encoding, who, began_at = codec.Encoding.JSON, subjects.ModelAddress("", tenant, key_id), time.monotonic()
-        caller, is_refused = caller_of(who, message.reply), True
+        caller = caller_of(who, message.reply)
+        refusal = self._inquiries.refusal(caller, began_at)
         try:
-            with contextlib.suppress(*([codec.MediaTypeError] if may_be_strange else [])):
+            try:
                 encoding = codec.encoding_of(message.headers)
-            key = self._find_key(who)
-            self._inquiries.check(caller, began_at)
-            is_refused = False
-            answer(encoding, who, key)
+            except codec.MediaTypeError:
+                if not may_be_strange:
+                    raise
+            if refusal is not None:  # before anything else is looked at: refusing must be cheap
+                refuse(message.reply, encoding, refusal)
+            else:
+                answer(encoding, who, self._find_key(who))
         except codec.MediaTypeError as problem:
             refuse(message.reply, encoding, errors.make_error(errors.Code.INVALID_REQUEST, str(problem)))
         except errors.RequestError as problem:
@@ -330,7 +334,7 @@ class Intake:
             refuse(message.reply, encoding, errors.make_error(errors.Code.INTERNAL))
             raise
         finally:
-            if not is_refused:
+            if refusal is None:
                 self._inquiries.pay(caller, time.monotonic() - began_at, time.monotonic())
 
     def _pass_on(self, message: Msg) -> None:

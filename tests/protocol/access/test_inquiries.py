@@ -19,12 +19,10 @@ from tokenbus.protocol.wire import errors, subjects
 
 def asks(inquiries: Inquiries, caller: str, cost_s: float, now: float) -> float:
     """Returns the seconds after which to ask again; 0 if it was answered."""
-    try:
-        inquiries.check(caller, now)
-    except errors.RequestError as refusal:
-        assert refusal.error.code is errors.Code.OVERLOADED
-        assert refusal.error.retry_after_ms is not None
-        return refusal.error.retry_after_ms / 1e3
+    if (refusal := inquiries.refusal(caller, now)) is not None:
+        assert refusal.code is errors.Code.OVERLOADED
+        assert refusal.retry_after_ms is not None
+        return refusal.retry_after_ms / 1e3
     inquiries.pay(caller, cost_s, now)
     return 0.0
 
