@@ -15,7 +15,6 @@ own clocks may step."""
 
 import asyncio
 import contextlib
-import functools
 import random
 import secrets
 import time
@@ -25,7 +24,6 @@ import msgspec
 import structlog
 from nats.aio.msg import Msg
 
-from tokenbus.protocol import tasks
 from tokenbus.protocol.access.usage_store import unix_time_of
 from tokenbus.protocol.bus.bucket import (
     Bucket,
@@ -38,6 +36,7 @@ from tokenbus.protocol.bus.bucket import (
 )
 from tokenbus.protocol.bus.bus import Bus, OutboundBufferLimitError
 from tokenbus.protocol.wire import errors, messages, subjects
+from tokenbus.router.access.lease_queue import LeaseQueue
 from tokenbus.router.access.limits import FREE, Account, Limits, Throttled, Ticket, Wanted
 from tokenbus.router.access.slots import SlotRecord
 from tokenbus.router.access.windows import DAY_S, WINDOW_S, Record, decoded
@@ -52,9 +51,6 @@ _MAX_ROUTERS = 1_024
 _MAX_TRIES = 6
 _JITTER_S = 0.002
 _MAX_PAUSE_S = 0.02
-_AT_ONCE = 32
-_OTHERS_TURN = 4
-"""One in so many leases is one that no request waits for, such as a renewal, while there are both."""
 _WAIT_S = 2.0
 """A request waits for a lease for at most this long."""
 _NEVER = 2**62
@@ -115,15 +111,9 @@ class Quota:
         self._probed_at = -_PROBE_S
         self._had_leases = False
         """Whether limits were leased at the last tick."""
-        self._leasing: dict[Account, asyncio.Task[None]] = {}
-        """The leases that are being asked for; no share is leased twice at the same time."""
-        self._urgent: dict[Account, None] = {}
-        """Shares of which more is to be leased since requests wait for it."""
-        self._answers: dict[Account, asyncio.Future[None]] = {}
-        """Done when the next lease of a share is answered, for requests that wait for it."""
-        self._num_leases = 0
+        self._leases = LeaseQueue(limits.wanted, self._lease)
         self._log = structlog.get_logger()
-        limits.on_wanted = self._wake
+        limits.on_wanted = self._leases.start_some
 
     def __repr__(self) -> str:
         return f"<Quota {self._limits!r}, {'leases' if self.is_leasing else 'shares'} of {self.num_routers} routers>"
@@ -183,7 +173,7 @@ class Quota:
                     raise errors.request_error(errors.Code.DEADLINE_EXCEEDED)
                 problem = "the limits of this client can't be read at the moment"
                 raise errors.RequestError(errors.make_error(errors.Code.OVERLOADED, problem, retry_after_ms=1_000.0))
-            await self._answered(charged, until)
+            await self._leases.wait_for(charged.accounts, until)
             if pause_s:
                 await asyncio.sleep(min(self._rng.uniform(pause_s / 2, pause_s), until - time.monotonic()))
             pause_s = min(2 * pause_s, _MAX_PAUSE_S) or _JITTER_S
@@ -283,7 +273,7 @@ class Quota:
         for account in self._limits.due(self.now):
             self._limits.wanted[account] = None
         if self._limits.wanted:
-            self._wake()
+            self._leases.start_some()
 
     def _on_router(self, message: Msg) -> None:
         router = message.subject.rpartition(".")[2]
@@ -342,48 +332,6 @@ class Quota:
             self._beat()
             self._metrics.quota_fallbacks.inc()
             self._log.error("quota_unreachable", error=str(error), routers=self.num_routers)
-
-    def _wake(self) -> None:
-        """Begins to ask for leases that are wanted, as far as not too many are being asked for."""
-        while len(self._leasing) < _AT_ONCE and (account := self._next()) is not None:
-            self._num_leases += 1
-            task = self._leasing[account] = tasks.background("lease a limit", self._lease(account))
-            task.add_done_callback(functools.partial(self._leased, account))
-
-    def _next(self) -> Account | None:
-        """Takes what is to be leased next: what requests wait for comes first, each in the order of its arrival."""
-        queues = [self._urgent, self._limits.wanted]
-        if self._num_leases % _OTHERS_TURN == 0:
-            queues.reverse()
-        for queue in queues:
-            for account in queue:  # passes over few: at most those that are being leased
-                if account not in self._leasing:
-                    del queue[account]
-                    return account
-        return None
-
-    def _leased(self, account: Account, task: asyncio.Task[None]) -> None:
-        del self._leasing[account]
-        if task.cancelled():  # this process ends
-            return
-        if (answer := self._answers.pop(account, None)) is not None:
-            answer.set_result(None)
-        self._wake()
-
-    async def _answered(self, wanted: Wanted, until: float) -> None:
-        """Waits until a request's leases are answered, or until a time."""
-        for account in wanted.accounts:
-            if account in self._limits.wanted:
-                del self._limits.wanted[account]
-                self._urgent[account] = None
-            elif account not in self._leasing and account not in self._urgent:
-                continue  # it has been answered already
-            if account not in self._answers:
-                self._answers[account] = asyncio.get_running_loop().create_future()
-        self._wake()
-        answers = [answer for account in wanted.accounts if (answer := self._answers.get(account)) is not None]
-        if answers:
-            await asyncio.wait(answers, timeout=max(0.0, until - time.monotonic()))
 
     async def _lease(self, account: Account) -> None:
         windows, slots = self._limits.windows.get(account), self._limits.slots.get(account)

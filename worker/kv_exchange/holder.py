@@ -175,7 +175,7 @@ _PATIENCE_S = 0.25
 """A reader that waits this long for a block is told to ask again, which shows that this worker is alive."""
 
 
-class Block(NamedTuple):
+class GivenBlock(NamedTuple):
     """A block as it is given."""
 
     content: bytes
@@ -205,16 +205,16 @@ class _OpenLease:
         self._batch_size = max(1, _BATCH_BYTES // config.kv_format.num_bytes)
         if remote_prefill is not None:  # a batch can be read once it is fully computed
             self._batch_size = min(self._batch_size, _REMOTE_PREFILL_BATCH_BLOCKS)
-        self._batches: dict[int, asyncio.Task[list[Block]]] = {}
+        self._batches: dict[int, asyncio.Task[list[GivenBlock]]] = {}
 
-    async def read(self, block: int) -> Block | NoBlock:
+    async def read(self, block: int) -> GivenBlock | NoBlock:
         try:
             async with asyncio.timeout(_PATIENCE_S):
                 return await self._read(block)
         except TimeoutError:
             return NoBlock.LATER
 
-    async def _read(self, block: int) -> Block | NoBlock:
+    async def _read(self, block: int) -> GivenBlock | NoBlock:
         number, place = divmod(block - self._lease.first, self._batch_size)
         if self.remote_prefill is not None:
             await self.remote_prefill.wait_for(self._end(number))
@@ -239,7 +239,7 @@ class _OpenLease:
     def _is_there(self, number: int) -> bool:
         return self.remote_prefill is None or self.remote_prefill.has(self._end(number))
 
-    async def _export(self, number: int) -> list[Block]:
+    async def _export(self, number: int) -> list[GivenBlock]:
         start = self._start(number)
         count = self._end(number) - start
         prefix = self._lease.prefix
@@ -249,7 +249,7 @@ class _OpenLease:
             _, blocks = await self._engine.export_blocks(needed, start, count, is_last=is_last)
         except errors.RequestError:  # the engine has died
             return []
-        return list(map(Block, blocks, await checksums_of(blocks)))
+        return list(map(GivenBlock, blocks, await checksums_of(blocks)))
 
 
 class Holder:
@@ -331,7 +331,7 @@ class Holder:
         self.on_remote_prefill(remote_prefill)
         return internal.BlockLease(lease=lease.name, num_blocks=end - request.first)
 
-    async def read(self, lease: str, block: int) -> Block | NoBlock:
+    async def read(self, lease: str, block: int) -> GivenBlock | NoBlock:
         """Returns a block, given its number in the prompt. It does not wait long for one."""
         now = time.monotonic()
         self.tick(now)

@@ -35,7 +35,7 @@ from tokenbus.protocol.parts.sender import PartsSender
 from tokenbus.protocol.wire import codec, errors, internal, limits, messages, subjects
 from tokenbus.protocol.wire.checks import validation
 from tokenbus.worker.kv_exchange.checksums import checksums_of
-from tokenbus.worker.kv_exchange.holder import MAX_LEASES, Block, Holder, NoBlock
+from tokenbus.worker.kv_exchange.holder import MAX_LEASES, GivenBlock, Holder, NoBlock
 
 _leases = codec.Decoder(internal.BlockLease)
 _lease_requests = codec.Decoder(internal.BlockLeaseRequest)
@@ -255,7 +255,7 @@ class BlockTransport:
     async def _give(self, read: internal.BlockRead, reply: str) -> None:
         block = await self._holder.read(read.lease, read.block)
         part = internal.BlockPart(later=block is NoBlock.LATER)
-        if isinstance(block, Block):
+        if isinstance(block, GivenBlock):
             data = block.content[read.offset : read.offset + read.num_bytes]
             part = internal.BlockPart(data=data, checksum=block.checksum)
             if self._is_computing():

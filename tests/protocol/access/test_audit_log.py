@@ -68,7 +68,7 @@ async def test_a_record_whose_answer_is_lost_is_not_stored_twice(log: AuditLog) 
 async def test_a_log_that_is_gone_is_made_again_and_gets_what_waits(log: AuditLog, jetstream: nats.Connection) -> None:
     writer = CountedWriter(log)
     assert await writer.write()
-    await jetstream.jetstream(2.0).delete_stream(log._stream)
+    await jetstream.jetstream(2.0).delete_stream(log.stream)
     writer.add_all("a", "b")
     assert not await writer.write()
     writer.add_all("c")

@@ -428,7 +428,7 @@ def test_a_request_comes_before_leases_that_no_request_waits_for() -> None:
         virtual.run(2.0)
         made.broker.slow = {f"={tenant}": 0.1 for tenant in idle}
         router.limits.wanted.update(dict.fromkeys(router.limits.windows))
-        router.process.call(router.quota._wake)
+        router.process.call(router.limits.on_wanted)
         virtual.run(0.01)
         began = virtual.now
         router.ask(1, "calm")

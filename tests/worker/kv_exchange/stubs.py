@@ -12,7 +12,7 @@ from tokenbus.protocol.wire import block_hash, internal, messages
 from tokenbus.worker.broker.replica_state import Serving
 from tokenbus.worker.contract import contract
 from tokenbus.worker.kv_exchange import fetcher
-from tokenbus.worker.kv_exchange.holder import Block
+from tokenbus.worker.kv_exchange.holder import GivenBlock
 from tokenbus.worker.kv_exchange.transport import TransferError
 
 SIZE = 16
@@ -30,9 +30,9 @@ def block(number: int) -> bytes:
     return block_of({at: at for at in range(SIZE * number, SIZE * (number + 1))})
 
 
-def given_block(number: int) -> Block:
+def given_block(number: int) -> GivenBlock:
     """Returns a block as a holder gives it."""
-    return Block(block(number), xxhash.xxh3_64_intdigest(block(number)))
+    return GivenBlock(block(number), xxhash.xxh3_64_intdigest(block(number)))
 
 
 class StubEngine:
