@@ -4,6 +4,7 @@ import asyncio
 import collections
 import functools
 import importlib.metadata
+import ipaddress
 import time
 from collections.abc import Callable, Sequence
 
@@ -186,7 +187,7 @@ def make_app(services: Services, routes: Routes, console: Sequence[Route], allow
 class _CheckedHost:
     """Answers requests to names that may be strangers', before any route does."""
 
-    def __init__(self, app: ASGIApp, check_host: Callable[[Headers], None]) -> None:
+    def __init__(self, app: ASGIApp, check_host: Callable[..., None]) -> None:
         self._app = app
         self._check_host = check_host
 
@@ -196,10 +197,18 @@ class _CheckedHost:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         answered = self._app
         try:
-            self._check_host(Headers(scope=scope))
+            self._check_host(Headers(scope=scope), is_on_network=_is_on_network(scope))
         except ApiError as error:
             answered = await _on_error(Request(scope), error)
         await answered(scope, receive, send)
+
+
+def _is_on_network(scope: Scope) -> bool:
+    """Whether a request has come to an address that other machines can reach."""
+    try:
+        return not ipaddress.ip_address(scope["server"][0]).is_loopback
+    except (KeyError, TypeError, ValueError):
+        return False
 
 
 class PathApp:

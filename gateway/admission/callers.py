@@ -137,17 +137,22 @@ class Callers:
         if caller.role is Role.VIEWER:
             raise self._refused(_FORBIDDEN, caller.key_id, http_errors.VIEWER)
 
-    def check_host(self, headers: Mapping[str, str], allowed_origins: Collection[str]) -> None:
+    def check_host(
+        self, headers: Mapping[str, str], allowed_origins: Collection[str], *, is_on_network: bool = False
+    ) -> None:
         """Raises ApiError, where no key is needed, for a request to a public name that is not one of these origins, nor
         sent by a page of one.
 
         Strangers can point a name of theirs here once a reader has loaded their page from it (DNS rebinding). The
-        browser then takes the gateway for that page's own server, and says so in no other header when it only reads."""
+        browser then takes the gateway for that page's own server, and says so in no other header when it only reads.
+        An address that `is_on_network` may have a public name, which programs use: there only pages are refused."""
         if not self.allows_anonymous:
             return
-        host = _name_in(headers.get("host", ""))
-        own = {_name_in(origin.partition("://")[2]) for origin in allowed_origins}
-        if _may_be_strangers(host) and host not in own and not {headers.get("origin", ""), "*"} & set(allowed_origins):
+        host, origin = _name_in(headers.get("host", "")), headers.get("origin", "")
+        own = {_name_in(one.partition("://")[2]) for one in allowed_origins}
+        if not _may_be_strangers(host) or host in own or {origin, "*"} & set(allowed_origins):
+            return
+        if not is_on_network or _name_in(origin.partition("://")[2]) == host:
             raise self._refused(_FORBIDDEN, None, http_errors.strange_host(host))
 
     def update_gauges(self) -> None:

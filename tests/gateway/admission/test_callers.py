@@ -101,6 +101,14 @@ def test_without_keys_a_request_to_a_strangers_name_is_refused(
     Door().callers.check_host(headers | {"origin": "https://chat.example.org"}, allowed)
 
 
+def test_on_a_network_programs_use_a_public_name_and_pages_under_it_do_not() -> None:
+    callers, headers = Door().callers, {"host": "gpu.corp.example:8000"}
+    callers.check_host(headers, (), is_on_network=True)
+    callers.check_host(headers | {"origin": "http://localhost"}, (), is_on_network=True)
+    with pytest.raises(ApiError):
+        callers.check_host(headers | {"origin": "http://gpu.corp.example:8000"}, (), is_on_network=True)
+
+
 @pytest.mark.parametrize("header", ["authorization", "x-api-key", "api-key"])
 async def test_a_key_of_the_fleet_has_all_that_its_record_says(header: str) -> None:
     text, record = made(role=Role.OPERATOR, models=("chat-*",))
