@@ -8,7 +8,7 @@ import secrets
 import socket
 from collections.abc import Callable, Coroutine
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from prometheus_client.registry import Collector
@@ -25,6 +25,7 @@ from tokenbus.worker.contract.engine_settings import EngineSettings, check_choic
 from tokenbus.worker.engine_client.engine_process import EngineProcess
 from tokenbus.worker.engine_client.trial import Trials
 from tokenbus.worker.files.model_files import is_hub_name
+from tokenbus.worker.files.regular import on_thread
 from tokenbus.worker.models import registry
 from tokenbus.worker.on_demand import model_sizes
 from tokenbus.worker.on_demand.models import OnDemandModels, OnDemandReplica
@@ -33,6 +34,7 @@ from tokenbus.worker.settings.settings import ModelToServe, OnProgress, WorkerSe
 from tokenbus.worker.telemetry import vllm_metric_aliases
 from tokenbus.worker.telemetry.metrics import WorkerMetrics
 
+ResultT = TypeVar("ResultT")
 _MAX_REPLICAS = 64
 _MAX_MODEL_CHARS = 4_096
 _PROGRESS_INTERVAL_S = 0.5
@@ -186,45 +188,44 @@ class WorkerProcess:
 
     def load(self, control: internal.Control, on_progress: OnProgress) -> None:
         """Loads a model alongside the others and reports progress until it serves; or only fetches it."""
-        try:
-            work, num_replicas = self._requested(control, on_progress)
-        except errors.RequestError as error:
-            on_progress(internal.ControlReply(ok=False, error=error.error))
-            return
-        on_progress(internal.ControlReply(ok=True, progress=0.0))
 
         def failed(_: Exception) -> None:
             on_progress(internal.ControlReply(ok=False, error=errors.make_error(errors.Code.INTERNAL)))
 
-        task = tasks.background("load", work, failed)
-        if control.op == "pull":
-            self._pulls.add(task)
-            task.add_done_callback(self._pulls.discard)
-        else:
-            self._loads[task] = num_replicas
-            task.add_done_callback(self._loads.pop)
+        running = self._pulls if control.op == "pull" else self._loads
+        task = tasks.background("load", self._carry_out(control, on_progress), failed)
+        running.add(task)
+        task.add_done_callback(running.discard)
 
-    def _requested(self, control: internal.Control, on_progress: OnProgress) -> tuple[Coroutine[Any, Any, None], int]:
-        """Returns what a message asks for, and how many replicas that adds. Raises RequestError if it is not
-        allowed."""
+    async def _carry_out(self, control: internal.Control, on_progress: OnProgress) -> None:
+        try:
+            work = await self._requested(control, on_progress)
+        except errors.RequestError as error:
+            on_progress(internal.ControlReply(ok=False, error=error.error))
+            return
+        on_progress(internal.ControlReply(ok=True, progress=0.0))
+        await work
+
+    async def _requested(self, control: internal.Control, on_progress: OnProgress) -> Coroutine[Any, Any, None]:
+        """Returns what a message asks for. Raises RequestError if it is not allowed."""
         assert control.model is not None
         if control.op == "pull":
-            return self._pull(_name_on_hub(control.model, len(self._pulls)), on_progress), 0
-        if len(self._loads) >= _MAX_REPLICAS:
+            return self._pull(await _name_on_hub(control.model, len(self._pulls) - 1), on_progress)
+        if len(self._loads) > _MAX_REPLICAS:
             raise errors.request_error(errors.Code.OVERLOADED, f"{_MAX_REPLICAS} models are being loaded")
         if control.served_name is None and (worker_id := self._on_demand.worker_of(control.model)):
-            return self._load_on_demand(control.model, worker_id, on_progress), 0
-        return self._load(self._requested_model(control), on_progress), control.replicas
+            return self._load_on_demand(control.model, worker_id, on_progress)
+        return self._load(await self._requested_model(control), on_progress)
 
-    def _requested_model(self, control: internal.Control) -> ModelToServe:
+    async def _requested_model(self, control: internal.Control) -> ModelToServe:
         """Returns the model that a `load` message requests. Raises RequestError if it is invalid."""
         assert control.model is not None
-        taken = len(self._replicas) + sum(self._loads.values())
+        taken = len(self._replicas) + len(self._loads) - 1  # which counts this one
         if not 1 <= control.replicas <= _MAX_REPLICAS - taken:
             allowed = f"replicas must be 1 to {_MAX_REPLICAS - taken} in addition to the existing {taken}"
             raise errors.request_error(errors.Code.INVALID_REQUEST, allowed, param="replicas")
         return ModelToServe(
-            served_name=_served_name(control.model, control.served_name),
+            served_name=await _served_name(control.model, control.served_name),
             engine=_engine_settings(self._settings.models[0].engine, control),
             replicas=control.replicas,
         )
@@ -386,9 +387,9 @@ class WorkerProcess:
             life.result()
 
 
-def _name_on_hub(name: str, num_pulls: int) -> str:
+async def _name_on_hub(name: str, num_pulls: int) -> str:
     """Returns the name of a model to fetch. Raises RequestError."""
-    if len(name) > _MAX_MODEL_CHARS or not is_hub_name(name):
+    if len(name) > _MAX_MODEL_CHARS or not await _looked_up(name, is_hub_name):
         problem = "model must be a name on the Hub, such as org/repo or org/repo:Q4_K_M"
         raise errors.request_error(errors.Code.INVALID_REQUEST, problem, param="model")
     if num_pulls >= _MAX_PULLS:
@@ -396,12 +397,21 @@ def _name_on_hub(name: str, num_pulls: int) -> str:
     return name
 
 
-def _served_name(model: str, asked: str | None) -> str:
+async def _looked_up(model: str, look: Callable[[str], ResultT]) -> ResultT:
+    """Calls a function that looks for a model's files, which may be on a mount that does not answer. Raises
+    RequestError."""
+    try:
+        return await on_thread(model, partial(look, model), lambda _: None)
+    except ModelError as error:
+        raise errors.request_error(errors.Code.INVALID_REQUEST, str(error), param="model") from error
+
+
+async def _served_name(model: str, asked: str | None) -> str:
     """Returns a loaded model's name on the wire. Raises RequestError if the model or the name is invalid."""
     if "\0" in model or not 0 < len(model) <= _MAX_MODEL_CHARS:
         problem = f"model must be a file, a directory or a name on the Hub of at most {_MAX_MODEL_CHARS:,} characters"
         raise errors.request_error(errors.Code.INVALID_REQUEST, problem, param="model")
-    name = registry.served_name(model) if asked is None else asked
+    name = await _looked_up(model, registry.served_name) if asked is None else asked
     try:
         subjects.encode_name(name)
     except ValueError as error:

@@ -7,6 +7,7 @@ import msgspec
 
 from tokenbus.worker.contract.engine_errors import ModelError
 from tokenbus.worker.files import model_config
+from tokenbus.worker.files.model_config import Size, TokenIds
 
 CONVERTER = "llama.cpp's convert_hf_to_gguf.py"
 _SCALINGS = ("default", "linear", "yarn", "llama3")
@@ -21,7 +22,7 @@ class Rope(msgspec.Struct, frozen=True):
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
-    original_max_position_embeddings: int | None = None
+    original_max_position_embeddings: Size | None = None
     attention_factor: float | None = None
     beta_fast: float | None = None
     beta_slow: float | None = None
@@ -44,32 +45,32 @@ class Rope(msgspec.Struct, frozen=True):
 class SafetensorsConfig(model_config.ModelSizes, frozen=True):
     """The fields of `config.json` from which a model is converted."""
 
-    intermediate_size: int = 0
+    intermediate_size: Size = 0
     rms_norm_eps: float = 1e-6
     hidden_act: str = "silu"
     rope_theta: float | None = None
     rope_scaling: Rope | None = None
     rope_parameters: Rope | None = None
     quantization_config: dict[str, Any] | None = None
-    num_experts: int = 0
-    num_local_experts: int = 0
-    num_experts_per_tok: int = 0
-    moe_intermediate_size: int = 0
+    num_experts: Size = 0
+    num_local_experts: Size = 0
+    num_experts_per_tok: Size = 0
+    moe_intermediate_size: Size = 0
     norm_topk_prob: bool | None = None
-    decoder_sparse_step: int = 1
-    mlp_only_layers: list[int] = []
-    shared_expert_intermediate_size: int = 0
+    decoder_sparse_step: Size = 1
+    mlp_only_layers: list[Size] = []
+    shared_expert_intermediate_size: Size = 0
     partial_rotary_factor: float | None = None
-    linear_conv_kernel_dim: int = 0
-    linear_key_head_dim: int = 0
-    linear_value_head_dim: int = 0
-    linear_num_key_heads: int = 0
-    linear_num_value_heads: int = 0
-    full_attention_interval: int = 4
+    linear_conv_kernel_dim: Size = 0
+    linear_key_head_dim: Size = 0
+    linear_value_head_dim: Size = 0
+    linear_num_key_heads: Size = 0
+    linear_num_value_heads: Size = 0
+    full_attention_interval: Size = 4
     layer_types: list[str] = []
     attn_output_gate: bool = True
     tie_word_embeddings: bool | None = None
-    bos_token_id: int | list[int] | None = None
+    bos_token_id: TokenIds = None
 
     @property
     def expert_count(self) -> int:

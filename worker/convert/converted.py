@@ -18,6 +18,7 @@ from tokenbus.worker.convert.process import ConversionReport, Job
 from tokenbus.worker.files import model_files, transfer
 from tokenbus.worker.files.layouts import SAFETENSORS_SUFFIX, SafetensorsLayout
 from tokenbus.worker.files.model_files import ModelFiles, source_name
+from tokenbus.worker.files.regular import open_regular
 from tokenbus.worker.models import registry
 
 if sys.platform != "win32":
@@ -113,9 +114,9 @@ def _fingerprint(parts: list[Path], sidecars: dict[str, Path]) -> str:
     """Hashes the small files and samples of the weights: a few ms regardless of their size."""
     digest = xxhash.xxh3_64(bytes([_VERSION]))
     for path in (*parts, *(sidecars[name] for name in sorted(sidecars))):
-        size = path.stat().st_size
-        digest.update(f"{path.name} {size};".encode())
-        with path.open("rb") as file:
+        with os.fdopen(open_regular(path), "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            digest.update(f"{path.name} {size};".encode())
             for sample in range(_SAMPLES):
                 file.seek(size * sample // _SAMPLES)
                 digest.update(file.read(_SAMPLE_BYTES))

@@ -5,6 +5,7 @@ https://huggingface.co/docs/safetensors"""
 
 import io
 import math
+import os
 import struct
 from collections.abc import Iterable
 from pathlib import Path
@@ -15,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tokenbus.worker.contract.engine_errors import ModelError
+from tokenbus.worker.files.regular import open_regular
 
 Array = npt.NDArray[Any]
 _LENGTH = struct.Struct("<Q")
@@ -64,8 +66,8 @@ def read(paths: Iterable[Path]) -> dict[str, Tensor]:
 
 
 def _read_file(path: Path) -> dict[str, Tensor]:
-    with path.open("rb") as file:
-        return _read_table(path, file, path.stat().st_size)
+    with os.fdopen(open_regular(path), "rb") as file:
+        return _read_table(path, file, os.fstat(file.fileno()).st_size)
 
 
 def parse(path: Path, data: bytes) -> dict[str, Array]:

@@ -10,6 +10,7 @@ from tokenizers import Regex, Tokenizer, pre_tokenizers
 from tokenbus.protocol.prompt.tokenizer_bundle import PromptRules
 from tokenbus.worker.contract.engine_errors import ModelError
 from tokenbus.worker.convert.config import CONVERTER
+from tokenbus.worker.files.regular import MAX_TOKENIZER_BYTES, read_regular
 from tokenbus.worker.tokenizers.onnx_tokenizer import OnnxTokenizer
 from tokenbus.worker.tokenizers.pre_tokenizers import PRE_TOKENIZERS
 from tokenbus.worker.tokenizers.probe_texts import PROBE_TEXTS
@@ -56,7 +57,7 @@ def read(sidecars: dict[str, Path], size: int, where: Path) -> Vocabulary:
     """Returns the vocabulary of `size` tokens. Raises ModelError if there is none that llama.cpp supports."""
     rules = OnnxTokenizer(sidecars, size, str(where)).rules
     path = sidecars["tokenizer.json"]
-    content = path.read_bytes()
+    content = read_regular(path, MAX_TOKENIZER_BYTES)
     try:
         document = msgspec.json.decode(content, type=_Document)
     except msgspec.DecodeError as error:

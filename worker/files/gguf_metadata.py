@@ -3,9 +3,13 @@
 A file has a header (magic, version, number of tensors, number of keys), the keys with their values, the table of
 tensors, and the weights. Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3,
 little-endian.
+
+Anybody's file may be read, so nothing is taken for true: a long array that nobody asks for is skipped, and a header
+that would take long, or much memory, is refused. Bytes are read and not mapped, since a file that is cut short
+meanwhile would end the process.
 """
 
-import mmap
+import os
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +18,7 @@ from typing import NamedTuple, TypeVar
 import xxhash
 
 from tokenbus.worker.contract.engine_errors import ModelError
+from tokenbus.worker.files.regular import open_regular
 
 ReadT = TypeVar("ReadT")
 Value = bool | int | float | str | list[bool] | list[int] | list[float] | list[str]
@@ -30,11 +35,21 @@ _SAMPLING = {
     "min_p": "min_p",
     "penalty_repeat": "repetition_penalty",
 }
+_TOKENS = "tokenizer.ggml.tokens"
+_VOCABULARY = (_TOKENS, "tokenizer.ggml.merges", "tokenizer.ggml.scores")
+"""The long arrays that are kept."""
 _MAX_KEYS = 100_000
-
-
+_MAX_TENSORS = 100_000
+_MAX_KEPT = 65_536
+"""The most values of another array that are kept: some have one for each layer."""
+_MAX_TEXTS = 2_000_000
+"""The most texts in an array: a vocabulary of 262,000 tokens has 515,000 merges."""
+_HEAD_BYTES = (2 << 20, 16 << 20, 128 << 20)
+"""The bytes that are read at first, and what follows if these do not suffice. No model has a quarter of the last."""
 _MAX_DIMENSIONS = 4
 _DEFAULT_ALIGNMENT = 32
+_SAMPLES = 64
+_SAMPLE_BYTES = 4_096
 
 
 class TensorInfo(NamedTuple):
@@ -56,6 +71,8 @@ class Metadata(NamedTuple):
     """A hash of the file's size, its metadata, and samples of the rest."""
     num_tensors: int = 0
     """The tensors of this file; a split model has more in its other files."""
+    lengths: dict[str, int] = {}  # never changed
+    """The lengths of all arrays, also of those whose values are not kept."""
 
     def text(self, key: str) -> str | None:
         value = self.values.get(key)
@@ -88,11 +105,21 @@ class Metadata(NamedTuple):
 
     def vocabulary(self) -> dict[str, int]:
         """Returns the ids of the tokens by their texts."""
-        return {text: token_id for token_id, text in enumerate(self.texts("tokenizer.ggml.tokens"))}
+        return {text: token_id for token_id, text in enumerate(self.texts(_TOKENS))}
+
+    @property
+    def vocab_size(self) -> int:
+        """The number of tokens; 0 if the file has no vocabulary."""
+        return self.lengths.get(_TOKENS, 0)
 
 
 def read(path: Path) -> Metadata:
     """Raises ModelError, saying what to do, for a file that is missing, truncated or not GGUF."""
+    return _read(path, lambda reader: reader.metadata(_VOCABULARY))
+
+
+def read_sizes(path: Path) -> Metadata:
+    """Does the same as `read` without the texts of the vocabulary."""
     return _read(path, lambda reader: reader.metadata())
 
 
@@ -103,12 +130,12 @@ def read_tensors(path: Path) -> dict[str, TensorInfo]:
 
 def parse(path: Path, data: bytes) -> Metadata:
     """Does the same as `read` for the contents of a file."""
-    return _parse(path, data, lambda reader: reader.metadata())
+    return _parse(path, _Bytes.of(data), lambda reader: reader.metadata(_VOCABULARY))
 
 
 def parse_tensors(path: Path, data: bytes) -> dict[str, TensorInfo]:
     """Does the same as `read_tensors` for the contents of a file."""
-    return _parse(path, data, lambda reader: reader.tensors())
+    return _parse(path, _Bytes.of(data), lambda reader: reader.tensors())
 
 
 def check(path: Path) -> None:
@@ -116,31 +143,55 @@ def check(path: Path) -> None:
     _read(path, lambda _: None)
 
 
+class _Bytes(NamedTuple):
+    """The bytes of a file."""
+
+    size: int
+    read: Callable[[int, int], bytes]
+    """Returns as many bytes from an offset on, fewer at the end."""
+
+    @classmethod
+    def of(cls, data: bytes) -> "_Bytes":
+        return cls(len(data), lambda start, count: data[start : start + count])
+
+
 def _read(path: Path, parse: Callable[["_Reader"], ReadT]) -> ReadT:
     try:
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return _parse(path, data, parse)
-    except FileNotFoundError as error:
-        raise ModelError(
-            f"{path}: there is no such file; name a GGUF file, or a model on the Hub as org/repo"
-        ) from error
-    except IsADirectoryError as error:
-        raise ModelError(f"{path}: is a directory; name a GGUF file") from error
+        fd = open_regular(path)
+    except ModelError as error:
+        if isinstance(error.__cause__, FileNotFoundError):
+            problem = "there is no such file; name a GGUF file, or a model on the Hub as org/repo"
+        elif os.path.isdir(path):  # which, unlike Path, raises nothing
+            problem = "is a directory; name a GGUF file"
+        else:
+            raise
+        raise ModelError(f"{path}: {problem}") from error
+    try:
+        size = os.fstat(fd).st_size
+        if not size:
+            raise ModelError(f"{path}: can't be read: it is empty")
+        return _parse(path, _Bytes(size, lambda start, count: os.pread(fd, count, start)), parse)
     except OSError as error:
         raise ModelError(f"{path}: can't be read: {error.strerror}") from error
-    except ValueError as error:
-        raise ModelError(f"{path}: can't be read: {error}") from error
+    finally:
+        os.close(fd)
 
 
-def _parse(path: Path, data: mmap.mmap | bytes, parse: Callable[["_Reader"], ReadT]) -> ReadT:
-    if data[: len(_MAGIC)] != _MAGIC:
-        raise ModelError(f"{path}: not a GGUF file; convert the model to GGUF first")
-    try:
-        return parse(_Reader(data))
-    except ModelError as error:
-        raise ModelError(f"{path}: {error}") from error
-    except (struct.error, IndexError, UnicodeDecodeError, _CorruptError) as error:
-        raise ModelError(f"{path}: the GGUF header is corrupt or cut short ({error}); fetch the file again") from error
+def _parse(path: Path, data: _Bytes, parse: Callable[["_Reader"], ReadT]) -> ReadT:
+    for most in _HEAD_BYTES:
+        head = data.read(0, most)
+        if head[: len(_MAGIC)] != _MAGIC:
+            raise ModelError(f"{path}: not a GGUF file; convert the model to GGUF first")
+        try:
+            return parse(_Reader(data, head))
+        except ModelError as error:
+            raise ModelError(f"{path}: {error}") from error
+        except (struct.error, UnicodeDecodeError, _CorruptError) as error:
+            # what has not been read may be what is missing
+            if len(head) < most or not isinstance(error, struct.error):
+                problem = f"the GGUF header is corrupt or cut short ({error})"
+                raise ModelError(f"{path}: {problem}; fetch the file again") from error
+    raise ModelError(f"{path}: its header has more than {_HEAD_BYTES[-1] >> 20} MiB, which no model has")
 
 
 class _CorruptError(Exception):
@@ -148,15 +199,20 @@ class _CorruptError(Exception):
 
 
 class _Reader:
-    """Reads values one after another. Lengths are checked before they are used, since any file may be passed."""
+    """Reads values one after another from the beginning of a file. Lengths are checked before they are used, since any
+    file may be passed. Raises struct.error at the end of what was read."""
 
-    def __init__(self, data: mmap.mmap | bytes) -> None:
+    def __init__(self, data: _Bytes, head: bytes) -> None:
         self._data = data
+        self._head = head
         self._at = len(_MAGIC)
+        self._lengths: dict[str, int] = {}
 
     def tensors(self) -> dict[str, TensorInfo]:
         found = {}
         metadata = self.metadata()
+        if metadata.num_tensors > _MAX_TENSORS:
+            raise _CorruptError(f"{metadata.num_tensors} tensors")
         for _ in range(metadata.num_tensors):
             name = self._string()
             num_dimensions = self._unpack(_U32)
@@ -166,20 +222,26 @@ class _Reader:
             found[name] = TensorInfo(shape, self._unpack(_U32), self._unpack(_U64))
         # The offsets in the table count from its end, rounded up to the alignment.
         alignment = metadata.number("general.alignment") or _DEFAULT_ALIGNMENT
+        if alignment < 0 or alignment & (alignment - 1):
+            raise _CorruptError(f"an alignment of {alignment}")
         begin = -(-self._at // alignment) * alignment
         return {name: one._replace(start=begin + one.start) for name, one in found.items()}
 
-    def metadata(self) -> Metadata:
+    def metadata(self, vocabulary: tuple[str, ...] = ()) -> Metadata:
+        """Reads all values but those of long arrays, except the named ones."""
         self._check_version(self._unpack(_U32))
         num_tensors = self._unpack(_U64)
         num_keys = self._unpack(_U64)
         if num_keys > _MAX_KEYS:
             raise _CorruptError(f"{num_keys} keys")
-        values = {}
+        values: dict[str, Value] = {}
         for _ in range(num_keys):
             key = self._string()
-            values[key] = self._value(self._unpack(_U32))
-        return Metadata(values, self._fingerprint(), num_tensors)
+            kind = self._unpack(_U32)
+            value = self._array(key, key in vocabulary) if kind == _ARRAY else self._value(kind)
+            if value is not None:
+                values[key] = value
+        return Metadata(values, self._fingerprint(), num_tensors, self._lengths)
 
     def _check_version(self, version: int) -> None:
         if version == 1:
@@ -193,59 +255,72 @@ class _Reader:
 
     def _fingerprint(self) -> str:
         """Hashes 64 samples of tensor table and weights, which takes a few ms regardless of the file's size."""
-        size = len(self._data)
+        size = self._data.size
         digest = xxhash.xxh3_64(_U64.pack(size))
-        digest.update(self._data[: self._at])
-        for sample in range(64):
-            start = self._at + (size - self._at) * sample // 64
-            digest.update(self._data[start : start + 4096])
+        digest.update(self._head[: self._at])
+        for sample in range(_SAMPLES):
+            digest.update(self._data.read(self._at + (size - self._at) * sample // _SAMPLES, _SAMPLE_BYTES))
         return digest.hexdigest()
 
+    def _take(self, count: int) -> int:
+        """Passes over bytes; returns where they begin."""
+        start, self._at = self._at, self._at + count
+        if self._at > self._data.size:
+            raise _CorruptError(f"{count} bytes where {self._data.size - start} are left")
+        if self._at > len(self._head):
+            raise struct.error(f"{count} bytes at {start}")
+        return start
+
     def _unpack(self, form: struct.Struct) -> int:
-        (value,) = form.unpack_from(self._data, self._at)
+        (value,) = form.unpack_from(self._head, self._at)
         self._at += form.size
         assert isinstance(value, int)
         return value
 
     def _string(self) -> str:
-        length = self._unpack(_U64)
-        if length > len(self._data) - self._at:
-            raise _CorruptError(f"a string of {length} bytes")
-        start, self._at = self._at, self._at + length
-        return self._data[start : self._at].decode()
+        start = self._take(self._unpack(_U64))
+        return self._head[start : self._at].decode()
 
     def _value(self, kind: int) -> Value:
-        if kind == _STRING:
-            return self._string()
-        if kind == _ARRAY:
-            return self._array()
-        return self._scalars(kind, 1)[0]
+        return self._string() if kind == _STRING else self._scalars(kind, 1)[0]
 
-    def _array(self) -> Value:
+    def _array(self, key: str, is_wanted: bool) -> Value | None:
         kind, count = self._unpack(_U32), self._unpack(_U64)
-        if count > len(self._data):  # every value takes at least a byte
+        if count > self._data.size:  # every value takes at least a byte
             raise _CorruptError(f"an array of {count} values")
+        if count > _MAX_TEXTS and (kind == _STRING or is_wanted):
+            raise ModelError(f"its array {key} has {count:,} values, and no model has more than {_MAX_TEXTS:,}")
+        self._lengths[key] = count
+        is_kept = is_wanted or (count <= _MAX_KEPT and key not in _VOCABULARY)
         if kind == _STRING:
-            return self._strings(count)
-        return self._scalars(kind, count)
+            return self._strings(count, is_kept=is_kept)
+        if is_kept:
+            return self._scalars(kind, count)
+        self._take(count * struct.calcsize(_form(kind)))
+        return None
 
-    def _strings(self, count: int) -> list[str]:
+    def _strings(self, count: int, *, is_kept: bool) -> list[str] | None:
         """Reads strings in one loop, without a call for each: a vocabulary and its merges have half a million."""
-        data, size, at = self._data, len(self._data), self._at
-        texts = []
+        head, end, at = self._head, len(self._head), self._at
+        texts: list[str] = []
         for _ in range(count):
-            (length,) = _U64.unpack_from(data, at)
+            (length,) = _U64.unpack_from(head, at)
             start, at = at + 8, at + 8 + length
-            if at > size:
-                raise _CorruptError(f"a string of {length} bytes")
-            texts.append(data[start:at].decode())
-        self._at = at
-        return texts
+            if at > end:
+                self._at = start
+                self._take(length)
+            if is_kept:
+                texts.append(head[start:at].decode())
+        self._take(at - self._at)
+        return texts if is_kept else None
 
     def _scalars(self, kind: int, count: int) -> list[int] | list[float] | list[bool]:
-        if kind not in _SCALARS:
-            raise _CorruptError(f"a value of type {kind}")
-        form = f"<{count}{_SCALARS[kind]}"
-        values = list(struct.unpack_from(form, self._data, self._at))
-        self._at += struct.calcsize(form)
-        return values
+        form = _form(kind)
+        start = self._take(count * struct.calcsize(form))
+        return list(struct.unpack_from(f"<{count}{form[1]}", self._head, start))
+
+
+def _form(kind: int) -> str:
+    if kind not in _SCALARS:
+        raise _CorruptError(f"a value of type {kind}")
+    return f"<{_SCALARS[kind]}"

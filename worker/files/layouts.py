@@ -7,6 +7,7 @@ onnx/model_q4f16.onnx           onnx-community, next to onnx/model.onnx and othe
 genai_config.json + its file    the model builder of onnxruntime-genai
 """
 
+import os.path
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -48,7 +49,7 @@ class GgufLayout(Layout):
     def complete(self, weights: Path) -> Path:
         """Returns the first part, whichever part was named. A missing single file is reported when it is read."""
         parts = [weights.with_name(name) for name in self.parts_of(weights.name)]
-        missing = [part.name for part in parts if not part.is_file()]
+        missing = [part.name for part in parts if not os.path.isfile(part)]
         if len(parts) > 1 and missing:
             raise ModelError(
                 f"{weights}: is split, but {', '.join(missing)} is not there; fetch all {len(parts)} parts"
@@ -97,7 +98,7 @@ class SafetensorsLayout(Layout):
 
     def complete(self, weights: Path) -> Path:
         parts = [weights.with_name(name) for name in self.parts_of(weights.name)]
-        missing = [part.name for part in parts if not part.is_file()]
+        missing = [part.name for part in parts if not os.path.isfile(part)]
         if missing:
             raise ModelError(f"{weights.parent}: {', '.join(missing)} is not there; fetch all {len(parts)} files")
         return parts[0]
@@ -148,7 +149,7 @@ class OnnxLayout(Layout):
         return model_folder(weights)
 
     def complete(self, weights: Path) -> Path:
-        if not weights.is_file():
+        if not os.path.isfile(weights):
             raise ModelError(f"{weights}: there is no such file; name an ONNX file or a folder with one")
         return weights
 
@@ -158,7 +159,7 @@ def is_onnx_model(model: str) -> bool:
     path = Path(model)
     if path.suffix == ".onnx":
         return True
-    if not path.is_dir() or any(path.glob("*.gguf")):
+    if not os.path.isdir(path) or any(path.glob("*.gguf")):
         return False
     return any(path.glob("*.onnx")) or any(path.glob("onnx/*.onnx"))
 
@@ -171,7 +172,7 @@ def model_folder(graph: Path) -> Path:
 def _named_by_genai(folder: Path) -> str | None:
     """Returns the file that a genai_config.json names. Raises ModelError if it lies outside the folder."""
     path = folder / model_config.GENAI_CONFIG
-    if not path.is_file():
+    if not os.path.isfile(path):
         return None
     named = model_config.read_genai({path.name: path}).decoder.filename
     if named is not None and (Path(named).is_absolute() or ".." in Path(named).parts):

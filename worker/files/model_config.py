@@ -7,32 +7,40 @@ graph. Recommended sizes come from `metadata.json`. The sizes in `config.json` a
 ONNX engine and the memory estimate before loading all read them from here.
 """
 
+import math
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Annotated, NamedTuple, TypeVar
 
 import msgspec
 
 from tokenbus.protocol.wire.params import SamplingParams, ranges_of
 from tokenbus.worker.contract.engine_errors import ModelError
 from tokenbus.worker.files.model_files import read_json
+from tokenbus.worker.files.regular import MAX_CONFIG_BYTES, read_regular
 
 _WIDE = ("float32", "torch.float32")
+
+
+_MAX_TOKEN_IDS = 1_024
+Size = Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 31)]
+"""A number of things in a model's file. Larger ones than any model has are refused where they are read."""
+TokenIds = Size | Annotated[list[Size], msgspec.Meta(max_length=_MAX_TOKEN_IDS)] | None
 
 
 class ModelSizes(msgspec.Struct, frozen=True):
     """The sizes of a model; 0 and None for those that the file does not say."""
 
     architectures: list[str] = []
-    hidden_size: int = 0
-    num_hidden_layers: int = 0
-    num_attention_heads: int = 0
-    num_key_value_heads: int = 0
-    head_dim: int = 0
-    vocab_size: int = 0
-    max_position_embeddings: int = 0
-    n_positions: int = 0
-    sliding_window: int | None = None
+    hidden_size: Size = 0
+    num_hidden_layers: Size = 0
+    num_attention_heads: Size = 0
+    num_key_value_heads: Size = 0
+    head_dim: Size = 0
+    vocab_size: Size = 0
+    max_position_embeddings: Size = 0
+    n_positions: Size = 0
+    sliding_window: Size | None = None
     use_sliding_window: bool = True
     dtype: str = ""
     torch_dtype: str = ""
@@ -71,11 +79,11 @@ def read_sizes(path: Path | None, kind: type[SizesT]) -> SizesT:
     if path is None:
         return kind()
     try:
-        fields = msgspec.json.decode(path.read_bytes(), type=dict[str, object])
+        fields = msgspec.json.decode(read_regular(path, MAX_CONFIG_BYTES), type=dict[str, object])
         if isinstance(text := fields.get("text_config"), dict):  # of a model that also reads images
             fields |= {name: one for name, one in text.items() if one is not None and name != "architectures"}
         return msgspec.convert({name: one for name, one in fields.items() if one is not None}, kind, strict=False)
-    except (msgspec.DecodeError, UnicodeDecodeError, OSError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ModelError(f"{path}: {error}; correct or remove it") from error
 
 
@@ -87,18 +95,18 @@ class GenaiDecoder(msgspec.Struct, frozen=True):
     """The part of `genai_config.json` about the graph that generates."""
 
     filename: str | None = None
-    num_key_value_heads: int | None = None
-    head_size: int | None = None
-    num_attention_heads: int = 0
-    hidden_size: int = 0
+    num_key_value_heads: Size | None = None
+    head_size: Size | None = None
+    num_attention_heads: Size = 0
+    hidden_size: Size = 0
 
 
 class GenaiModel(msgspec.Struct, frozen=True):
     """The fields of `genai_config.json` that matter here."""
 
     type: str = ""
-    context_length: int | None = None
-    eos_token_id: int | list[int] | None = None
+    context_length: Size | None = None
+    eos_token_id: TokenIds = None
     decoder: GenaiDecoder = GenaiDecoder()
 
 
@@ -175,18 +183,18 @@ _NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 class _Scheduler(msgspec.Struct, frozen=True):
-    max_num_seqs: int | None = None
-    max_paddings: int | None = None
+    max_num_seqs: Size | None = None
+    max_paddings: Size | None = None
 
 
 class _KvCache(msgspec.Struct, frozen=True):
-    block_size: int | None = None
-    total_blocks: int | None = None
+    block_size: Size | None = None
+    total_blocks: Size | None = None
 
 
 class _Llm(msgspec.Struct, frozen=True):
-    max_sequence_length: int | None = None
-    max_seq_len: int | None = None
+    max_sequence_length: Size | None = None
+    max_seq_len: Size | None = None
     """Another name for the same."""
     scheduler: _Scheduler = _Scheduler()
     kv_cache: _KvCache = _KvCache()
@@ -208,15 +216,15 @@ class _GenerationFile(msgspec.Struct, frozen=True):
 
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None
+    top_k: Size | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
-    max_new_tokens: int | None = None
-    max_length: int | None = None
+    max_new_tokens: Size | None = None
+    max_length: Size | None = None
     """The most tokens of prompt and completion together."""
-    eos_token_id: int | list[int] | None = None
-    eos_token_ids: int | list[int] | None = None
-    bos_token_id: int | list[int] | None = None
+    eos_token_id: TokenIds = None
+    eos_token_ids: TokenIds = None
+    bos_token_id: TokenIds = None
 
 
 class GenerationConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -246,7 +254,7 @@ def read_generation_config(sidecars: dict[str, Path], in_weights: dict[str, floa
     for name in _NAMES:
         value = getattr(generation, name)
         value = in_weights.get(name) if value is None else value
-        if value is not None:
+        if value is not None and not math.isnan(value):
             chosen[name] = _clamped(name, value)
     # 0 means that the file leaves it open.
     if longest := generation.max_new_tokens or generation.max_length:

@@ -6,6 +6,7 @@ by a shared lock on the file, which ends with its process, so that they are not 
 """
 
 import contextlib
+import os
 import re
 import sys
 from abc import ABC, abstractmethod
@@ -17,6 +18,7 @@ import msgspec
 
 from tokenbus.worker.contract.engine_errors import ModelError
 from tokenbus.worker.files import transfer
+from tokenbus.worker.files.regular import MAX_CONFIG_BYTES, open_regular, read_regular
 
 if sys.platform != "win32":
     import fcntl
@@ -31,7 +33,7 @@ SIDECARS = ("generation_config.json", "config.json", "metadata.json", "tokenizer
 def is_hub_name(model: str) -> bool:
     """Whether the name can only refer to a repository on the Hub: it has the right form, and no such path exists."""
     has_form = _HUB_NAME.fullmatch(model) is not None and not model.lower().endswith(_WEIGHTS_SUFFIXES)
-    return has_form and not Path(model).exists()
+    return has_form and not os.path.exists(model)
 
 
 def source_name(model: str) -> str:
@@ -140,15 +142,27 @@ class Layout(ABC):
 
     def recognises(self, path: Path) -> bool:
         """Whether a file is of this layout, or a folder has weights of it."""
-        names = [file.name for file in path.iterdir()] if path.is_dir() else [path.name]
+        names = os.listdir(path) if os.path.isdir(path) else [path.name]
         return any(map(self.is_weights, names))
 
     def find(self, path: Path) -> ModelFiles:
         """Finds a model on this machine. Raises ModelError, saying what to do, if it can't."""
-        folder = path if path.is_dir() else self.folder_of(path)
-        weights = folder / self.in_folder(folder) if path.is_dir() else path
-        sidecars = {name: folder / name for name in self.sidecars if (folder / name).is_file()}
-        return ModelFiles(self.complete(weights), sidecars)
+        is_folder = os.path.isdir(path)
+        folder = path if is_folder else self.folder_of(path)
+        weights = self.complete(folder / self.in_folder(folder) if is_folder else path)
+        sidecars = {name: folder / name for name in self.sidecars if os.path.isfile(folder / name)}
+        for file in sidecars.values():
+            if not is_beside(file, folder, weights):
+                raise ModelError(f"{file}: is a link out of the model's folder; put the file itself there")
+        return ModelFiles(weights, sidecars)
+
+
+def is_beside(file: Path, folder: Path, weights: Path) -> bool:
+    """Whether a file is in a model's folder, or a link to one where its weights are: the Hub's cache consists of
+    links. Any other file of this machine could be what a link leads to."""
+    real = os.path.realpath(file)
+    within = os.path.join(os.path.realpath(folder), "")
+    return real.startswith(within) or os.path.dirname(real) == os.path.dirname(os.path.realpath(weights))
 
 
 StructT = TypeVar("StructT", bound=msgspec.Struct)
@@ -159,14 +173,14 @@ def read_json(path: Path | None, kind: type[StructT]) -> StructT:
     if path is None:
         return kind()
     try:
-        return msgspec.json.decode(path.read_bytes(), type=kind, strict=False)
-    except (msgspec.DecodeError, UnicodeDecodeError, OSError, RecursionError) as error:
+        return msgspec.json.decode(read_regular(path, MAX_CONFIG_BYTES), type=kind, strict=False)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ModelError(f"{path}: {error}; correct or remove it") from error
 
 
 def hold_weights(weights: Path) -> BinaryIO:
-    """Returns an open file; the weights are in use until it is closed. Raises OSError if they can't be read."""
-    file = weights.open("rb")
+    """Returns an open file; the weights are in use until it is closed. Raises ModelError if they can't be read."""
+    file = os.fdopen(open_regular(weights), "rb")
     if sys.platform == "win32":  # where no worker runs
         return file
     with contextlib.suppress(OSError):  # a file system without locks: use can't be detected
@@ -178,7 +192,7 @@ def is_held(weights: Path) -> bool:
     """Whether a worker is using the weights; False if that can't be detected."""
     if sys.platform == "win32":
         return False
-    with weights.open("rb") as file:
+    with os.fdopen(open_regular(weights), "rb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -20,6 +20,7 @@ ResultT = TypeVar("ResultT")
 MAX_ADAPTER_BYTES = 4 << 30
 """The most bytes of an adapter's file: one of rank 256 for a model of 70B parameters has 3.3 GB."""
 MAX_CONFIG_BYTES = 16 << 20
+MAX_TOKENIZER_BYTES = 64 << 20
 OPEN_TIMEOUT_S = 10.0
 """Time for a mount to answer."""
 MAX_WAITING = 8
@@ -34,6 +35,8 @@ def open_regular(path: str | Path, *, or_folder: bool = False) -> int:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         raise ModelError(f"{path}: can't be read: {error.strerror}") from error
+    except ValueError as error:  # a null in its name
+        raise ModelError(f"{path}: can't be read: {error}") from error
     mode = os.fstat(fd).st_mode
     if stat.S_ISREG(mode) or (or_folder and stat.S_ISDIR(mode)):
         return fd

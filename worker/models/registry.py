@@ -65,7 +65,10 @@ def find_as(model: str, layouts: Sequence[Layout], progress: Callable[[float], N
     such model or it can't be fetched."""
     if not is_hub_name(model):
         path = Path(model)
-        return next((layout for layout in layouts if layout.recognises(path)), layouts[0]).find(path)
+        try:
+            return next((layout for layout in layouts if layout.recognises(path)), layouts[0]).find(path)
+        except (OSError, ValueError) as error:
+            raise ModelError(f"{model}: can't be read: {getattr(error, 'strerror', None) or error}") from error
     from tokenbus.worker.models import fetch  # slow to import, and local models don't need it
 
     return fetch.fetch(model, layouts, _logged(model, progress))
@@ -94,7 +97,7 @@ def served_name(model: str) -> str:
         repository = model.partition(":")[0].rpartition("/")[2]
         return repository.lower().removesuffix("-gguf").removesuffix("-onnx")
     path = Path(model)
-    name = model_folder(path).resolve().name if path.suffix == ".onnx" else stem_of(path.name)
+    name = os.path.basename(os.path.abspath(model_folder(path))) if path.suffix == ".onnx" else stem_of(path.name)
     return name.lower()
 
 

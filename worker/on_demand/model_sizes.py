@@ -5,7 +5,7 @@ A model that took all available memory would force the others out each time. So 
 for most uses, or a short one if that would take more than half of the budget (decision 0064).
 """
 
-import mmap
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -18,10 +18,15 @@ from tokenbus.worker.engine.host_cache import slot_store
 from tokenbus.worker.engine.memory import fit
 from tokenbus.worker.engine.memory.fit import MemoryNeed, ModelFacts, Sizes, estimate
 from tokenbus.worker.files import device_memory, gguf_metadata, model_config
+from tokenbus.worker.files.layouts import SAFETENSORS_SUFFIX
 from tokenbus.worker.files.model_files import Layout, ModelFiles, is_hub_name
+from tokenbus.worker.files.regular import open_regular
 from tokenbus.worker.models import registry
 
 _F16_BYTES, _F32_BYTES = 2, 4
+_GQA = b"GroupQueryAttention"
+_MAX_GRAPH_BYTES, _CHUNK_BYTES = 2 << 30, 1 << 20
+"""The most that a graph may have, and what is read of it at a time: the event loop gets its turns in between."""
 _TYPE_BITS = {"f32": 32.0, "q8": 8.5, "q6": 6.6, "q5": 5.7, "q4": 4.9, "iq4": 4.5, "q3": 4.0, "q2": 3.0}
 """Bits per weight by the prefix of a conversion's type, a little more than usual; 16 for all others."""
 
@@ -36,9 +41,9 @@ def read_facts(settings: EngineSettings, progress: Callable[[float], None]) -> M
     layouts = registry.layouts(engine)
     files = registry.find_as(settings.model, layouts, progress)
     num_seqs = settings.max_num_seqs if settings.max_num_seqs > 0 else 16
-    if files.weights.suffix == ".gguf":
+    if engine == "gguf" and files.weights.suffix != SAFETENSORS_SUFFIX:
         size = gguf_facts.weight_bytes(files.weights)
-        return gguf_facts.read(gguf_metadata.read(files.weights), size, settings, num_seqs)
+        return gguf_facts.read(gguf_metadata.read_sizes(files.weights), size, settings, num_seqs)
     config = model_config.read_sizes(files.sidecars.get("config.json"), model_config.ModelSizes)
     weight_bytes = _size(files, layouts)
     if engine == "onnx":
@@ -93,12 +98,20 @@ def _size(files: ModelFiles, layouts: Sequence[Layout]) -> int:
 
 def _keeps_cache_in_place(graph: Path) -> bool:
     """Whether a graph has the nodes that need one copy of the cache. Reading it would take the frontend a library."""
-    with graph.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        return content.find(b"GroupQueryAttention") >= 0
+    before = b""
+    with os.fdopen(open_regular(graph), "rb") as file:
+        for _ in range(_MAX_GRAPH_BYTES // _CHUNK_BYTES):
+            chunk = file.read(_CHUNK_BYTES)
+            if _GQA in before + chunk:
+                return True
+            if not chunk:
+                break
+            before = chunk[-len(_GQA) :]
+    return False
 
 
 def _bytes_of(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
+    return os.path.getsize(path) if os.path.exists(path) else 0
 
 
 def _bits_of(kind: str) -> float:

@@ -10,6 +10,8 @@ import msgspec
 
 from tokenbus.protocol.prompt import prompt, tokenizer_bundle
 from tokenbus.protocol.wire import internal
+from tokenbus.worker.contract.engine_errors import ModelError
+from tokenbus.worker.files.regular import MAX_TOKENIZER_BYTES, read_regular
 
 
 class ModelTokenizer:
@@ -51,12 +53,14 @@ class ModelTokenizer:
         return self._builder.build(request, request.max_tokens)
 
 
-_MAX_BYTES = 64 * 1024 * 1024
-
-
 def read_tokenizer_json(path: Path | None) -> bytes | None:
-    """Returns the file's content, or None if there is no file or it is too large to be a tokenizer."""
-    return path.read_bytes() if path is not None and path.stat().st_size <= _MAX_BYTES else None
+    """Returns the file's content, or None if there is no file or it can't be read or is too large to be a tokenizer."""
+    if path is None:
+        return None
+    try:
+        return read_regular(path, MAX_TOKENIZER_BYTES)
+    except ModelError:
+        return None
 
 
 def without_special_tokens(tokenizer_json: bytes) -> str | None:

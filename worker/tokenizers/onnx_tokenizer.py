@@ -17,9 +17,11 @@ from tokenbus.protocol.prompt import prompt, token_bound, tokenizer_bundle
 from tokenbus.worker.contract.engine_errors import ModelError
 from tokenbus.worker.files.model_config import read_genai, to_token_ids
 from tokenbus.worker.files.model_files import read_json
+from tokenbus.worker.files.regular import MAX_CONFIG_BYTES, read_regular
 from tokenbus.worker.tokenizers import model_tokenizer
 from tokenbus.worker.tokenizers.model_tokenizer import ModelTokenizer
 
+_MAX_TOKENS = 1 << 24
 _MIN_COVERAGE = 0.5
 """The share of a model's vocabulary that its tokenizer must cover: exports pad the vocabulary, but no further."""
 
@@ -84,6 +86,8 @@ class OnnxTokenizer(ModelTokenizer):
 
     def _checked_size(self, vocab_size: int | None, where: str) -> int:
         known = max(self._full.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        if known > _MAX_TOKENS:
+            raise ModelError(f"{where}: its tokenizer.json has a token of number {known - 1:,}; fetch it again")
         if vocab_size is None:
             return known
         if known > vocab_size or known < _MIN_COVERAGE * vocab_size:
@@ -128,7 +132,7 @@ def _template(path: Path | None, config: _TokenizerConfig) -> str | None:
     """Returns the template in its own file, or else the one in the configuration."""
     if path is not None:
         with contextlib.suppress(UnicodeDecodeError):
-            return path.read_text()
+            return str(read_regular(path, MAX_CONFIG_BYTES), "utf-8")
     match config.chat_template:
         case list() as several:
             return {one.name: one.template for one in several}.get("default")

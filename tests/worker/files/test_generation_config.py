@@ -105,3 +105,25 @@ def test_metadata_recommends_sizes_for_the_engine(tmp_path: Path, wrap: bool) ->
 def test_a_broken_file_is_named(tmp_path: Path, content: str) -> None:
     with pytest.raises(ModelError, match=r"generation_config\.json: .*; correct or remove it"):
         read_config(tmp_path, generation_config=content)
+
+
+@pytest.mark.parametrize(
+    "ids", [10**20, [10**20], -(10**20), list(range(1_000_000))], ids=["huge", "huge in a list", "low", "a million"]
+)
+@pytest.mark.parametrize("name", ["eos_token_id", "eos_token_ids", "bos_token_id"])
+def test_ids_that_no_token_has_and_more_than_any_model_ends_with_are_refused(
+    tmp_path: Path, name: str, ids: object
+) -> None:
+    with pytest.raises(ModelError, match=rf"generation_config\.json: Expected .* at `\$\.{name}"):
+        read_config(tmp_path, generation_config={name: ids})
+
+
+@pytest.mark.parametrize("field", ["max_sequence_length", "max_seq_len"])
+def test_a_size_that_no_model_has_is_refused(tmp_path: Path, field: str) -> None:
+    with pytest.raises(ModelError, match=r"metadata\.json: Expected `int` <= 2147483647"):
+        read_config(tmp_path, metadata={"llm": {field: 10**20}})
+
+
+def test_a_default_that_is_no_number_is_none(tmp_path: Path) -> None:
+    weights = {"temperature": float("nan"), "top_k": float("nan"), "top_p": float("inf"), "min_p": 0.25}
+    assert read_config(tmp_path, weights).defaults == SamplingParams(top_p=1.0, min_p=0.25)

@@ -1,5 +1,6 @@
 """The metadata of a GGUF file is read exactly. A file that is anything else is refused by name, and never crashes."""
 
+import os
 import random
 import struct
 from pathlib import Path
@@ -115,6 +116,73 @@ def test_a_value_of_every_kind_is_read_alone_and_in_an_array(tmp_path: Path, nam
     )
     assert facts.values == {"one": value, "three": [value] * 3, "none": [], "after": "here"}
     assert type(facts.values["one"]) is type(value)
+
+
+def test_the_values_of_a_long_array_are_skipped_and_counted(tmp_path: Path) -> None:
+    entries = [
+        entry("numbers", ARRAY, array(U64, 65_537, bytes(8 * 65_537))),
+        entry("texts", ARRAY, array(STRING, 65_537, bytes(8 * 65_537))),
+        entry("short", ARRAY, array(U8, 65_536, bytes(65_536))),
+        entry("tokenizer.ggml.tokens", ARRAY, array(STRING, 65_537, 65_537 * text("a"))),
+        entry("after", STRING, text("here")),
+    ]
+    facts = read(tmp_path, gguf(*entries))
+    assert set(facts.values) == {"short", "tokenizer.ggml.tokens", "after"}
+    assert facts.texts("tokenizer.ggml.tokens") == ["a"] * 65_537
+    assert facts.lengths == {"numbers": 65_537, "texts": 65_537, "short": 65_536, "tokenizer.ggml.tokens": 65_537}
+    sizes = gguf_metadata.read_sizes(tmp_path / "model.gguf")
+    assert set(sizes.values) == {"short", "after"}
+    assert sizes.vocab_size == facts.vocab_size == 65_537
+    assert sizes.fingerprint == facts.fingerprint
+
+
+@pytest.mark.parametrize("key", ["list", "tokenizer.ggml.tokens", "tokenizer.ggml.merges"])
+def test_more_texts_than_any_model_has_are_refused_before_they_are_read(tmp_path: Path, key: str) -> None:
+    data = gguf(entry(key, ARRAY, array(STRING, 2_000_001, bytes(8 * 2_000_001))))
+    assert f"its array {key} has 2,000,001 values, and no model has more than 2,000,000" in refusal(tmp_path, data)
+
+
+def test_a_header_of_the_length_of_a_model_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    beginning = gguf(entry("list", ARRAY, array(U8, 1 << 30, b"")), entry("after", STRING, b""), num_keys=2)
+    with path.open("wb") as file:  # most of it takes no place on the disk
+        file.write(beginning)
+        file.truncate(len(beginning) + (1 << 30) + 100)
+    with pytest.raises(ModelError, match="its header has more than 128 MiB, which no model has"):
+        gguf_metadata.read(path)
+
+
+def test_more_tensors_than_any_model_has_are_corrupt(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 100_001, 0) + bytes(100))
+    with pytest.raises(ModelError, match="100001 tensors"):
+        gguf_metadata.read_tensors(path)
+
+
+@pytest.mark.parametrize(("alignment", "is_right"), [(1, True), (64, True), (3, False), (-32, False)])
+def test_an_alignment_is_a_power_of_two(tmp_path: Path, alignment: int, is_right: bool) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(gguf(entry("general.alignment", I32, struct.pack("<i", alignment))))
+    if is_right:
+        assert gguf_metadata.read_tensors(path) == {}
+    else:
+        with pytest.raises(ModelError, match=f"an alignment of {alignment}"):
+            gguf_metadata.read_tensors(path)
+
+
+@pytest.mark.parametrize("most", [40, 1_000, 20_000])
+def test_a_header_longer_than_what_is_read_at_first_is_read_as_a_whole(
+    demo_data: bytes, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    known = gguf_metadata.read(demo.MODEL_PATH), gguf_metadata.read_tensors(demo.MODEL_PATH)
+    monkeypatch.setattr(gguf_metadata, "_HEAD_BYTES", (most, 3 * most, len(demo_data)))
+    assert (gguf_metadata.read(demo.MODEL_PATH), gguf_metadata.read_tensors(demo.MODEL_PATH)) == known
+
+
+def test_a_pipe_that_nobody_writes_to_is_refused_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "model.gguf")
+    with pytest.raises(ModelError, match="is no regular file"):
+        gguf_metadata.read(tmp_path / "model.gguf")
 
 
 def test_texts_are_read_alone_and_in_an_array(tmp_path: Path) -> None:

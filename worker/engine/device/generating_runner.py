@@ -41,9 +41,8 @@ class GeneratingRunner:
         self._chat_format = model.chat_format
         self.device_memory = model.device_memory
         self.tokenize, self.encode = tokenizer.tokenize, tokenizer.encode
-        self.end_token_ids = tokenizer.end_token_ids | model_config.end_token_ids(
-            model.generation_config, tokenizer.rules.special_tokens.values()
-        )
+        named = model_config.end_token_ids(model.generation_config, tokenizer.rules.special_tokens.values())
+        self.end_token_ids = frozenset(one for one in tokenizer.end_token_ids | named if one < tokenizer.size)
         self.token_bytes = tokenizer.token_bytes
         self.reranker = None
         self.row_tiles: RowTiles | None = None

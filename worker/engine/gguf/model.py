@@ -39,7 +39,7 @@ class GgufMemory:
     """The memory of the model in these files, whose weights are mapped: all processes share them."""
 
     def __init__(self, weights: Path, metadata: Metadata) -> None:
-        self.part = str(weights.resolve())
+        self.part = os.path.realpath(weights)
         self.weight_bytes = self.loading_bytes = model_facts.weight_bytes(weights)
         self._weights = weights
         self._metadata = metadata
@@ -87,7 +87,7 @@ class GgufModelKey(NamedTuple):
 
 def model_key(files: ModelFiles, settings: EngineSettings) -> GgufModelKey:
     return GgufModelKey(
-        files.weights.resolve(),
+        Path(os.path.realpath(files.weights)),
         settings.devices,
         settings.gpu_layers if llama.llama_supports_gpu_offload() else 0,
         settings.split_mode,

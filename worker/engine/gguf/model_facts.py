@@ -3,6 +3,7 @@ within a budget. Needs no library."""
 
 import enum
 import math
+import os.path
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -88,7 +89,7 @@ def read(found: Metadata, weight_bytes: int, settings: EngineSettings, num_seqs:
         kv_bytes_per_token=each - round(each * windowed),
         trained_context=trained,
         width=found.number(f"{architecture}.embedding_length"),
-        vocab_size=len(found.texts("tokenizer.ggml.tokens")),
+        vocab_size=found.vocab_size,
         rows=num_seqs + OTHER_ROWS + (embed_outputs(settings) if embeds else 0),
         state_bytes=states_bytes(found, num_seqs),
         heads=num_heads(found),
@@ -134,7 +135,7 @@ def _parts(weights: Path) -> list[Path]:
 
 
 def _size(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
+    return os.path.getsize(path) if os.path.exists(path) else 0
 
 
 def bytes_per_token(metadata: Metadata, settings: EngineSettings) -> int:

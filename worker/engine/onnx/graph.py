@@ -20,10 +20,14 @@ from onnx import TensorProto, helper
 
 from tokenbus.worker.contract.engine_errors import ModelError
 from tokenbus.worker.files.model_config import HeadSizes
+from tokenbus.worker.files.model_files import is_beside
+from tokenbus.worker.files.regular import read_regular
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-
+_MAX_BYTES = 2 << 30
+"""The most that a message of protobuf may have."""
+_MAX_NAMED = 3
 _IDS = "input_ids"
 _MASK = "attention_mask"
 _POSITIONS = "position_ids"
@@ -214,16 +218,19 @@ def _if_present(values: dict[str, onnx.ValueInfoProto], *names: str) -> str | No
 
 def load(path: Path) -> onnx.ModelProto:
     """Loads the graph without external weights. Raises ModelError if it is malformed or their files are missing."""
+    content = read_regular(path, _MAX_BYTES)
     try:
-        model = onnx.load(path, load_external_data=False)
+        model = onnx.ModelProto()
+        model.ParseFromString(content)
     except Exception as error:  # protobuf raises various classes for bytes that are not a message
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ModelError(f"{path}: is no ONNX model ({reason}); fetch it again") from error
     if not all(isinstance(name, str) for name in _names(model)):
         raise ModelError(f"{path}: is no ONNX model (it has names that are no text); fetch it again")
-    missing = sorted({name for name in external_files(model) if not _is_beside(path, name)})
+    missing = sorted({name for name in set(external_files(model)) if not _is_beside(path, name)})
     if missing:
-        raise ModelError(f"{path}: its weights are in {', '.join(missing)}, not beside it; fetch all its files")
+        named = ", ".join(missing[:_MAX_NAMED])
+        raise ModelError(f"{path}: its weights are in {named}, not beside it; fetch all its files")
     return model
 
 
@@ -280,7 +287,9 @@ def _names(model: onnx.ModelProto) -> Iterator[object]:
 def _is_beside(path: Path, name: str) -> bool:
     """Whether a file is in the model's own folder; a name that leads out of the folder never is."""
     parts = Path(name).parts
-    return bool(parts) and ".." not in parts and not Path(name).is_absolute() and os.path.isfile(path.parent / name)
+    if not parts or ".." in parts or Path(name).is_absolute():
+        return False
+    return os.path.isfile(path.parent / name) and is_beside(path.parent / name, path.parent, path)
 
 
 def keep_last_logits(model: onnx.ModelProto, logits: str) -> bool:

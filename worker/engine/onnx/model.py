@@ -40,6 +40,7 @@ from tokenbus.worker.files import model_config, model_files
 from tokenbus.worker.files.device_memory import DeviceMemory
 from tokenbus.worker.files.model_config import OnnxModelConfig
 from tokenbus.worker.files.model_files import ModelFiles, source_name
+from tokenbus.worker.files.regular import open_regular
 from tokenbus.worker.tokenizers.onnx_tokenizer import OnnxTokenizer
 
 _OWN_FILE_COPIES = 2
@@ -70,7 +71,7 @@ class OnnxMemory:
     ) -> None:
         own = weights.stat().st_size
         beside = sum((weights.parent / name).stat().st_size for name in set(external_files(model)))
-        self.part = f"weights of {weights.resolve()}"
+        self.part = f"weights of {os.path.realpath(weights)}"
         self.weight_bytes = beside + _OWN_FILE_COPIES * own
         self.loading_bytes = beside + _OWN_FILE_LOADING_COPIES * own
         self._graph = graph
@@ -172,7 +173,7 @@ class OnnxModelKey(NamedTuple):
 
 
 def model_key(files: ModelFiles, settings: EngineSettings, device: Device) -> OnnxModelKey:
-    return OnnxModelKey(files.weights.resolve(), device, settings.onnx.device_memory_mib)
+    return OnnxModelKey(Path(os.path.realpath(files.weights)), device, settings.onnx.device_memory_mib)
 
 
 class OnnxModel:
@@ -287,7 +288,7 @@ def _fingerprint(path: Path, model: onnx.ModelProto) -> str:
     for file in (path, *sorted(path.parent / name for name in set(graph.external_files(model)))):
         size = file.stat().st_size
         digest.update(size.to_bytes(8, "little"))
-        with file.open("rb") as data:
+        with os.fdopen(open_regular(file), "rb") as data:
             for sample in range(_SAMPLES):
                 data.seek(size * sample // _SAMPLES)
                 digest.update(data.read(_SAMPLE_BYTES))
