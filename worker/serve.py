@@ -8,7 +8,7 @@ import secrets
 import socket
 from collections.abc import Callable, Coroutine
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 from prometheus_client.registry import Collector
@@ -21,38 +21,20 @@ from tokenbus.protocol.telemetry import metrics, status, tracing
 from tokenbus.protocol.wire import errors, internal, subjects
 from tokenbus.worker.broker.lifeline import Lifeline
 from tokenbus.worker.contract.engine_errors import ModelError
-from tokenbus.worker.contract.engine_settings import EngineSettings, check_choices
 from tokenbus.worker.engine_client.engine_process import EngineProcess
 from tokenbus.worker.engine_client.trial import Trials
-from tokenbus.worker.files.model_files import is_hub_name
-from tokenbus.worker.files.regular import on_thread
 from tokenbus.worker.models import registry
 from tokenbus.worker.on_demand import model_sizes
 from tokenbus.worker.on_demand.models import OnDemandModels, OnDemandReplica
 from tokenbus.worker.replica.replica import Replica
+from tokenbus.worker.settings.load_requests import engine_settings, name_on_hub, refusal, served_name
 from tokenbus.worker.settings.settings import ModelToServe, OnProgress, WorkerSettings
 from tokenbus.worker.telemetry import vllm_metric_aliases
 from tokenbus.worker.telemetry.metrics import WorkerMetrics
 
-ResultT = TypeVar("ResultT")
 _MAX_REPLICAS = 64
-_MAX_MODEL_CHARS = 4_096
 _PROGRESS_INTERVAL_S = 0.5
 _LEAST_PROGRESS = 0.001
-_MAX_PULLS = 2
-"""Each takes a thread of those that measure models too."""
-_NOT_LOADABLE = {"model", "files", "engine", "scheduler", "onnx"} | {
-    "kv_limit_bytes",
-    "kv_pool_bytes",
-    "kv_reserved_bytes",
-    "host_cache_limit_bytes",
-    "memory_share",
-    "memory_parts",
-    "memory_kept_bytes",
-    "keep_cache",
-    "keep_cache_mib",
-}
-"""Engine settings that a `load` message can't set by name."""
 
 
 async def serve(settings: WorkerSettings, read_settings: Callable[[], WorkerSettings]) -> None:
@@ -210,7 +192,7 @@ class WorkerProcess:
         """Returns what a message asks for. Raises RequestError if it is not allowed."""
         assert control.model is not None
         if control.op == "pull":
-            return self._pull(await _name_on_hub(control.model, len(self._pulls) - 1), on_progress)
+            return self._pull(await name_on_hub(control.model, len(self._pulls) - 1), on_progress)
         if len(self._loads) > _MAX_REPLICAS:
             raise errors.request_error(errors.Code.OVERLOADED, f"{_MAX_REPLICAS} models are being loaded")
         if control.served_name is None and (worker_id := self._on_demand.worker_of(control.model)):
@@ -225,8 +207,8 @@ class WorkerProcess:
             allowed = f"replicas must be 1 to {_MAX_REPLICAS - taken} in addition to the existing {taken}"
             raise errors.request_error(errors.Code.INVALID_REQUEST, allowed, param="replicas")
         return ModelToServe(
-            served_name=await _served_name(control.model, control.served_name),
-            engine=_engine_settings(self._settings.models[0].engine, control),
+            served_name=await served_name(control.model, control.served_name),
+            engine=engine_settings(self._settings.models[0].engine, control),
             replicas=control.replicas,
         )
 
@@ -282,8 +264,7 @@ class WorkerProcess:
                 on_progress(internal.ControlReply(ok=True, progress=round(min(max(share, _LEAST_PROGRESS), 0.99), 3)))
             await fetching
         except ModelError as error:
-            refusal = errors.make_error(errors.Code.INVALID_REQUEST, str(error), param="model")
-            on_progress(internal.ControlReply(ok=False, error=refusal))
+            on_progress(internal.ControlReply(ok=False, error=refusal(error)))
             return
         finally:
             is_wanted = False
@@ -292,10 +273,14 @@ class WorkerProcess:
 
     async def _load(self, model: ModelToServe, on_progress: OnProgress) -> None:
         added: list[Replica] = []
+        try:
+            note = partial(on_progress, internal.ControlReply(ok=True, progress=_LEAST_PROGRESS))
+            await self._trials.run(self._on_demand.sized(model), note)
+        except ModelError as error:
+            on_progress(internal.ControlReply(ok=False, error=refusal(error)))
+            return
         async with self._starting:
             try:
-                note = partial(on_progress, internal.ControlReply(ok=True, progress=_LEAST_PROGRESS))
-                await self._trials.run(self._on_demand.sized(model), note)
                 for number in range(model.replicas):
                     num_bytes = await self._on_demand.take(model)
                     try:
@@ -311,8 +296,7 @@ class WorkerProcess:
                     replica.frontend.drain.request()
                 if not isinstance(error, ModelError | ConnectionError):
                     raise
-                refusal = errors.make_error(errors.Code.INVALID_REQUEST, str(error), param="model")
-                on_progress(internal.ControlReply(ok=False, error=refusal))
+                on_progress(internal.ControlReply(ok=False, error=refusal(error)))
                 return
         if any(replica.frontend.drain.requested.is_set() for replica in added):
             gone = errors.make_error(errors.Code.NO_WORKER, f"{model.served_name} was drained while it was loading")
@@ -385,58 +369,6 @@ class WorkerProcess:
             note(replica.load_progress)
         if life.done():
             life.result()
-
-
-async def _name_on_hub(name: str, num_pulls: int) -> str:
-    """Returns the name of a model to fetch. Raises RequestError."""
-    if len(name) > _MAX_MODEL_CHARS or not await _looked_up(name, is_hub_name):
-        problem = "model must be a name on the Hub, such as org/repo or org/repo:Q4_K_M"
-        raise errors.request_error(errors.Code.INVALID_REQUEST, problem, param="model")
-    if num_pulls >= _MAX_PULLS:
-        raise errors.request_error(errors.Code.OVERLOADED, f"this worker fetches {num_pulls} models already")
-    return name
-
-
-async def _looked_up(model: str, look: Callable[[str], ResultT]) -> ResultT:
-    """Calls a function that looks for a model's files, which may be on a mount that does not answer. Raises
-    RequestError."""
-    try:
-        return await on_thread(model, partial(look, model), lambda _: None)
-    except ModelError as error:
-        raise errors.request_error(errors.Code.INVALID_REQUEST, str(error), param="model") from error
-
-
-async def _served_name(model: str, asked: str | None) -> str:
-    """Returns a loaded model's name on the wire. Raises RequestError if the model or the name is invalid."""
-    if "\0" in model or not 0 < len(model) <= _MAX_MODEL_CHARS:
-        problem = f"model must be a file, a directory or a name on the Hub of at most {_MAX_MODEL_CHARS:,} characters"
-        raise errors.request_error(errors.Code.INVALID_REQUEST, problem, param="model")
-    name = await _looked_up(model, registry.served_name) if asked is None else asked
-    try:
-        subjects.encode_name(name)
-    except ValueError as error:
-        problem = f"served_name: {error}"
-        raise errors.request_error(errors.Code.INVALID_REQUEST, problem, param="served_name") from error
-    return name
-
-
-def _engine_settings(own: EngineSettings, control: internal.Control) -> EngineSettings:
-    """Returns the worker's engine settings for another model, changed as a message asks. Raises RequestError."""
-    allowed = [name for name in EngineSettings.__struct_fields__ if name not in _NOT_LOADABLE]
-    for name in control.settings:
-        if name not in allowed:
-            raise errors.request_error(
-                errors.Code.INVALID_REQUEST,
-                f"settings.{name} is not an engine setting; there are {', '.join(allowed)}",
-                param=f"settings.{name}",
-            )
-    fields = msgspec.structs.asdict(own) | {"model": control.model, "files": {}} | control.settings
-    try:
-        settings = msgspec.convert(fields, EngineSettings)
-        check_choices(settings)
-    except ValueError as error:  # msgspec's too
-        raise errors.request_error(errors.Code.INVALID_REQUEST, f"settings: {error}", param="settings") from error
-    return settings
 
 
 def _report(on_progress: OnProgress, done: int, replicas: int, fraction: float) -> None:

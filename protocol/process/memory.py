@@ -5,6 +5,7 @@ import ctypes
 import functools
 import mmap
 import os
+import resource
 import sys
 from pathlib import Path
 
@@ -17,6 +18,23 @@ def resident_bytes(pid: int | None = None) -> int:
         return int(Path(f"/proc/{pid or 'self'}/statm").read_text().split()[1]) * _PAGE_BYTES
     except OSError:
         return 0
+
+
+def limit_own(more_bytes: int) -> None:
+    """Lets this process's allocations fail once it has that much more memory of its own than now. Mapped files don't
+    count, so weights that are mapped may have any size. Linux only."""
+    sizes = Path("/proc/self/status").read_text().split() if sys.platform == "linux" else []
+    if "VmData:" in sizes:
+        now = int(sizes[sizes.index("VmData:") + 1]) << 10
+        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        most = now + more_bytes if hard == resource.RLIM_INFINITY else min(now + more_bytes, hard)
+        resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+
+
+def end_first() -> None:
+    """Asks the system to end this process before any other if memory runs out. Linux only."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")
 
 
 def trim_heap() -> None:

@@ -2,10 +2,13 @@
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TextIO
 
 import msgspec
 import structlog
@@ -14,7 +17,7 @@ from huggingface_hub import constants
 
 from tokenbus.protocol.process.child_environment import child_environment
 from tokenbus.worker.contract.engine_errors import ModelError
-from tokenbus.worker.convert.process import ConversionReport, Job
+from tokenbus.worker.convert.process import STALL_S, ConversionReport, Job
 from tokenbus.worker.files import model_files, transfer
 from tokenbus.worker.files.layouts import SAFETENSORS_SUFFIX, SafetensorsLayout
 from tokenbus.worker.files.model_files import ModelFiles, source_name
@@ -32,6 +35,7 @@ TYPES = (
 DEFAULT_TYPE = "f16"
 _VERSION = 1
 """Raise this when conversions change."""
+_POLL_S = 0.5
 _SAMPLES = 64
 _SAMPLE_BYTES = 4_096
 _reports = msgspec.json.Decoder(ConversionReport)
@@ -74,7 +78,7 @@ def convert(model: str, files: ModelFiles, kind: str, threads: int, progress: Ca
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with target.with_suffix(".lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # another process may be making the same one
+            _lock(lock, progress)
             if not target.exists():
                 partial = target.with_suffix(".incomplete")
                 _check_space(parts, kind, target.parent)
@@ -86,6 +90,19 @@ def convert(model: str, files: ModelFiles, kind: str, threads: int, progress: Ca
         problem = f"{target.parent}: {error.strerror or error}"
         raise ModelError(f"{problem}; pass --hub-cache with a folder that this user may write to") from error
     return ModelFiles(target, files.sidecars)
+
+
+def _lock(file: TextIO, progress: Callable[[float], None]) -> None:
+    """Waits for another process that may be making the same file. Reports meanwhile: who loads a model and reports
+    nothing counts as stuck."""
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            progress(0.0)
+            time.sleep(_POLL_S)
+        else:
+            return
 
 
 def _run(job: Job, progress: Callable[[float], None]) -> None:
@@ -107,6 +124,8 @@ def _run(job: Job, progress: Callable[[float], None]) -> None:
     if process.returncode or report.error:
         Path(job.output).unlink(missing_ok=True)
         ended = f"the conversion ended with status {process.returncode}; is there enough memory?"
+        if process.returncode == -signal.SIGALRM:
+            ended = f"the conversion was ended, since it got no further for {STALL_S} s"
         raise ModelError(report.error or f"{job.name}: {ended}")
 
 

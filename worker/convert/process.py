@@ -1,17 +1,31 @@
 """The converting process: `python -m tokenbus.worker.convert.process`, which ends with its parent.
 
+It reads what strangers have written, so its memory is limited, and so is the time between two reports.
+
 Its standard input is one line of JSON, the job, and stays open as long as the parent lives. It answers with lines of
 JSON on standard output: its progress, and finally the error, if any."""
 
 import os
+import signal
 import sys
 import threading
 from pathlib import Path
+from typing import NoReturn
 
 import msgspec
 
+from tokenbus.protocol.process import memory
+from tokenbus.protocol.process.cores import usable_cores
 from tokenbus.worker.contract.engine_errors import ModelError
 from tokenbus.worker.convert import architectures, config, gguf_file, safetensors, vocabulary
+from tokenbus.worker.files import device_memory
+
+STALL_S = 600
+"""Without a report for so long the process ends."""
+_OWN_BYTES, _CORE_BYTES = 1 << 30, 64 << 20
+"""The memory of libraries, a vocabulary and pieces of tensors, and that of a thread."""
+_WEIGHT_COPIES = 4
+"""llama.cpp quantizes a tensor as a whole, in 32 bits."""
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -35,6 +49,7 @@ class ConversionReport(msgspec.Struct, frozen=True):
 
 
 def _report(report: ConversionReport) -> None:
+    signal.alarm(STALL_S)
     sys.stdout.buffer.write(msgspec.json.encode(report) + b"\n")
     sys.stdout.buffer.flush()
 
@@ -77,19 +92,36 @@ def convert(job: Job) -> None:
         plain.unlink(missing_ok=True)
 
 
+def _limit_memory(job: Job) -> None:
+    weights = sum(os.path.getsize(path) for path in job.weights)
+    wanted = _OWN_BYTES + usable_cores() * _CORE_BYTES + _WEIGHT_COPIES * weights
+    memory.end_first()
+    memory.limit_own(min(wanted, device_memory.free_host_bytes() // 8 * 7))
+
+
 def _end_with_parent() -> None:
     sys.stdin.buffer.read()
+    os._exit(1)
+
+
+def _fail(problem: str) -> NoReturn:
+    _report(ConversionReport(error=problem))
     os._exit(1)
 
 
 def main() -> None:
     job = msgspec.json.decode(sys.stdin.buffer.readline(), type=Job)
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    signal.alarm(STALL_S)
     try:
+        _limit_memory(job)
         convert(job)
     except (ModelError, OSError) as error:
-        _report(ConversionReport(error=str(error)))
-        os._exit(1)
+        _fail(str(error))
+    except MemoryError:
+        _fail(f"{job.name}: a conversion of its size needs more memory than it may have")
+    except Exception as error:  # outermost frame
+        _fail(f"{job.name}: can't be converted: {type(error).__name__}: {error}")
     _report(ConversionReport(done=1.0))
     os._exit(0)  # the thread that waits for the parent's end can't be joined
 

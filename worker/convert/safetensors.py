@@ -20,7 +20,8 @@ from tokenbus.worker.files.regular import open_regular
 
 Array = npt.NDArray[Any]
 _LENGTH = struct.Struct("<Q")
-_MAX_HEADER_BYTES = 100_000_000
+_MAX_HEADER_BYTES = 32 << 20
+"""That of a model with 90,000 tensors has 10 MB."""
 _MAX_DIMENSIONS = 8
 _DTYPES: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
 """NumPy has no bfloat16: its values are kept as the upper halves of float32."""
@@ -90,7 +91,8 @@ def _read_table(path: Path, file: BinaryIO, size: int) -> dict[str, Tensor]:
     start = file.read(_LENGTH.size)
     length = _LENGTH.unpack(start)[0] if len(start) == _LENGTH.size else size
     if length > min(_MAX_HEADER_BYTES, size - _LENGTH.size):
-        raise _lies(path, f"a header of {length:,} bytes does not fit in {size:,}")
+        most = f"in {size:,}" if length > size else f"in the {_MAX_HEADER_BYTES >> 20} MiB that one may have"
+        raise _lies(path, f"a header of {length:,} bytes does not fit {most}")
     header = file.read(length)
     try:
         document = msgspec.json.decode(header, type=dict[str, Any])

@@ -410,7 +410,8 @@ class EngineClient:
         # first, so that routers know before any client is told
         self.listener.engine_died()
         attribution, is_computing = self._connection.link.crash_attribution, self._sequences.num_computing > 0
-        self._pooling.lose_engine(attribution.suspect_calls(self), may_be_unbegun=not is_computing)
+        may_be_unbegun = not is_computing and not attribution.may_be_a_load
+        self._pooling.lose_engine(attribution.suspect_calls(self), may_be_unbegun=may_be_unbegun)
         for generation in self._sequences.lose_engine(attribution, self):
             self._log.error("request_crashes_engine", request_id=generation.request.key)
             generation.fail(errors.make_error(errors.Code.REQUEST_CRASHES_ENGINE), time.monotonic())

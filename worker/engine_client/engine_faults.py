@@ -5,8 +5,9 @@ fixed limit alone would kill large models on slow devices, so a step counts as s
 limit and also ten times older than the longest step so far.
 
 Every sequence that was in a step is suspect of a crash, and every call for embeddings or scores that was in a batch, of
-any replica, since replicas share the process. After a crash the suspects are tried one at a time: if the process dies
-again, only the one that was tried is to blame (decision 0023).
+any replica, since replicas share the process. A process that ends while a model is loaded for the first time has ended
+for that, unless it was trying out a suspect: engine libraries end on some files. After a crash the suspects are tried
+one at a time: if the process dies again, only the one that was tried is to blame (decision 0023).
 """
 
 from collections.abc import Iterable
@@ -58,9 +59,26 @@ class CrashAttribution:
         """The calls in the batch that each replica is computing."""
         self._on_probation: object | None = None
         """The replica whose batch has a call that was in a dead process's batch."""
+        self._loading: set[int] = set()
+        """The numbers of the replicas whose models are loaded for the first time. They give up after a few deaths, so
+        no request that ends engines is excused for long."""
 
     def __repr__(self) -> str:
         return f"<CrashAttribution isolated {self._isolated} stuck {self._stuck} pooled {self._pooled}>"
+
+    def load_began(self, number: int) -> None:
+        """Notes that a model is loaded that has never been served. The number is the replica's in the process."""
+        self._loading.add(number)
+
+    def load_ended(self, number: int) -> None:
+        """Notes that a replica serves or can't. One whose process has ended is still loading, as far as that goes."""
+        self._loading.discard(number)
+
+    @property
+    def may_be_a_load(self) -> bool:
+        """Whether loading a model is what has ended the process, as far as one can tell."""
+        is_known = self._poisoned or self._isolated or self._on_probation is not None or self._stuck is not None
+        return bool(self._loading) and not is_known
 
     def step_isolated(self, replica: object, number: int) -> None:
         """Notes that from now on steps contain no other sequence of any replica."""
@@ -90,6 +108,8 @@ class CrashAttribution:
 
     def may_be_caused_by(self, replica: object, number: int) -> bool:
         """Returns whether this sequence may have been in the step that ended the process."""
+        if self.may_be_a_load:
+            return False
         if self._poisoned is not None:
             return self._poisoned[0] is replica and number in self._poisoned[1]
         if self._on_probation is not None or self._pooled.get(replica):
@@ -100,6 +120,11 @@ class CrashAttribution:
 
     def suspect_calls(self, replica: object) -> frozenset[int]:
         """Returns the calls of a replica that may have been in the batch that ended the process."""
-        if self._poisoned or self._on_probation not in (None, replica) or self._stuck not in (None, replica):
+        if (
+            self.may_be_a_load
+            or self._poisoned
+            or self._on_probation not in (None, replica)
+            or self._stuck not in (None, replica)
+        ):
             return frozenset()
         return self._pooled.get(replica, frozenset())

@@ -21,11 +21,18 @@ _MALLOC = "GLIBC_TUNABLES"
 """With `hugetlb=1` glibc puts weights into huge pages, if the system leaves that to the process: a step of a model of
 0.5B parameters in F32 takes 83 ms of CPU instead of 87 to 99. A value that the user has set is kept."""
 _CLOSE_TIMEOUT_S = 5.0
+LOAD_TIMEOUT_S = 600.0
+"""An engine that loads reports how far it is. One that reports nothing for so long hangs: large weights on slow disks
+take minutes between two reports."""
 _RECEIVE_BYTES = 256 * 1024
 
 
 class EngineDiedError(RuntimeError):
     """The engine process ended while a replica was starting; another start may help."""
+
+
+class DeviceFailedError(EngineDiedError):
+    """The device failed while a replica was starting; its process goes on."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -40,14 +47,24 @@ class EngineLink:
     """Kills the process at once, with every replica in it. Safe to call again."""
     wait: Callable[[], Awaitable[str]]
     """Waits until the other side has ended, as it does when the socket is closed; returns how."""
+    number: int = 0
+    """The replica's number in the process."""
 
 
 class EngineConnection(asyncio.Protocol):
     """The socket to one engine, from its start to its end. Hands every report on, except those about its start."""
 
-    def __init__(self, link: EngineLink, on_report: Callable[[ipc.Report], None], on_lost: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        link: EngineLink,
+        on_report: Callable[[ipc.Report], None],
+        on_lost: Callable[[], None],
+        load_timeout_s: float = LOAD_TIMEOUT_S,
+    ) -> None:
         """`on_lost` is called once, after the last report."""
         self.link = link
+        self._load_timeout_s = load_timeout_s
+        self._has_progressed = False
         loop = asyncio.get_running_loop()
         self.ready: asyncio.Future[ipc.Ready] = loop.create_future()
         self.death: asyncio.Future[str] = loop.create_future()
@@ -60,10 +77,19 @@ class EngineConnection(asyncio.Protocol):
         return f"<EngineConnection to process {self.link.pid}>"
 
     async def open(self) -> ipc.Ready:
-        """Returns once the engine serves. Raises ModelError if the model can't be loaded, EngineDiedError if the
-        process died."""
+        """Returns once the engine serves. Raises ModelError if the model can't be loaded, or if the engine hangs while
+        it loads it and is killed for that; EngineDiedError if the process died."""
         self._transport, _ = await asyncio.get_running_loop().create_connection(lambda: self, sock=self.link.sock)
-        return await self.ready
+        try:
+            while not (await asyncio.wait([self.ready], timeout=self._load_timeout_s))[0]:
+                if not self._has_progressed:
+                    self.link.kill()
+                    problem = f"it reported no progress in {self._load_timeout_s:g} s"
+                    raise ModelError(f"the engine hung while it loaded the model, and was killed: {problem}")
+                self._has_progressed = False
+            return self.ready.result()
+        finally:
+            self.ready.cancel()
 
     def write(self, command: bytes) -> None:
         assert self._transport is not None, self
@@ -82,12 +108,18 @@ class EngineConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         for body in self._frame_decoder.feed(data):
-            match ipc.report_decoder.decode(body):
+            report = ipc.report_decoder.decode(body)
+            if isinstance(report, ipc.Ready | ipc.LoadFailed):
+                self.link.crash_attribution.load_ended(self.link.number)
+            match report:
+                case ipc.Ready() | ipc.LoadFailed() if self.ready.done():
+                    pass  # nobody waits any more
                 case ipc.Ready() as ready:
                     self.ready.set_result(ready)
-                case ipc.LoadFailed(message, is_too_large):
-                    self.ready.set_exception(ModelTooLargeError(message) if is_too_large else ModelError(message))
-                case report:
+                case ipc.LoadFailed() as failed:
+                    self.ready.set_exception(_error_of(failed))
+                case _:
+                    self._has_progressed |= isinstance(report, ipc.Loading)
                     self._on_report(report)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -103,12 +135,20 @@ class EngineConnection(asyncio.Protocol):
             self._on_lost()
 
 
+def _error_of(failed: ipc.LoadFailed) -> ModelError | EngineDiedError:
+    if failed.may_pass:
+        return DeviceFailedError(failed.message)
+    return ModelTooLargeError(failed.message) if failed.is_too_large else ModelError(failed.message)
+
+
 class EngineProcess:
     """The engine process of a frontend. It runs while it has replicas, and can't outlive the frontend."""
 
-    def __init__(self, variables: Mapping[str, str] = MappingProxyType({})) -> None:
-        """`variables` are added to the environment that the frontend passes on."""
+    def __init__(self, variables: Mapping[str, str] = MappingProxyType({}), *, is_trial: bool = False) -> None:
+        """`variables` are added to the environment that the frontend passes on. `is_trial`: it may take most of the
+        memory that is free now, and is the first to end if there is none left."""
         self._variables = variables
+        self._is_trial = is_trial
         self._running: _Running | None = None
         self._starting = asyncio.Lock()
         self._last_number = 0
@@ -129,8 +169,11 @@ class EngineProcess:
                 async with asyncio.timeout(_CLOSE_TIMEOUT_S):
                     await self._running.end()
 
-    async def open(self, settings: EngineSettings, memory_fd: int | None = None) -> EngineLink:
+    async def open(
+        self, settings: EngineSettings, memory_fd: int | None = None, *, has_served: bool = True
+    ) -> EngineLink:
         """Loads a replica, in a new process if none is running. `memory_fd` is a file for its copies of blocks.
+        `has_served`: its model was loaded before, so that loading it is not what ends the process.
 
         Raises EngineDiedError."""
         async with self._starting:
@@ -142,8 +185,8 @@ class EngineProcess:
             self._last_number += 1
             try:
                 if self._running is None:
-                    self._running = await _start(self._variables)
-                return self._running.open(self._last_number, settings, memory_fd)
+                    self._running = await _start(self._variables, is_trial=self._is_trial)
+                return self._running.open(self._last_number, settings, memory_fd, has_served=has_served)
             except OSError as error:  # too little memory, or too many processes or files, which may pass
                 raise EngineDiedError(f"no engine process can be started: {error}") from error
 
@@ -177,7 +220,7 @@ class _Running:
         self.kill()
         await asyncio.shield(self._end)
 
-    def open(self, number: int, settings: EngineSettings, memory_fd: int | None) -> EngineLink:
+    def open(self, number: int, settings: EngineSettings, memory_fd: int | None, *, has_served: bool) -> EngineLink:
         ours, theirs = socket.socketpair()
         descriptors = [theirs.fileno()] if memory_fd is None else [theirs.fileno(), memory_fd]
         message = ipc.encode(ipc.OpenReplica(number, settings, has_memory=memory_fd is not None))
@@ -190,8 +233,11 @@ class _Running:
             raise EngineDiedError(f"the engine process {self.pid} can't open a replica: {error}") from error
         finally:
             theirs.close()
+        if not has_served:
+            self.crash_attribution.load_began(number)
         closed = self._closed[number] = asyncio.get_running_loop().create_future()
-        return EngineLink(ours, self.pid, self.crash_attribution, self.kill, partial(self.wait_closed, closed))
+        wait = partial(self.wait_closed, closed)
+        return EngineLink(ours, self.pid, self.crash_attribution, self.kill, wait, number)
 
     def kill(self) -> None:
         self._is_killed = True
@@ -215,6 +261,7 @@ class _Running:
         for body in self._frame_decoder.feed(data):
             match ipc.process_message_decoder.decode(body):
                 case ipc.ReplicaClosed(number):
+                    self.crash_attribution.load_ended(number)
                     self._closed.pop(number).set_result("the replica was closed")
                 case ipc.ExitReason(text):
                     self._exit_message = f": {text}"
@@ -229,7 +276,7 @@ class _Running:
         return f"engine process {self.pid} exited with status {status}{self._exit_message}"
 
 
-async def _start(variables: Mapping[str, str]) -> _Running:
+async def _start(variables: Mapping[str, str], *, is_trial: bool) -> _Running:
     ours, theirs = socket.socketpair()
     try:
         process = await asyncio.create_subprocess_exec(
@@ -237,6 +284,7 @@ async def _start(variables: Mapping[str, str]) -> _Running:
             "-m",
             "tokenbus.worker.engine.process.main",
             str(theirs.fileno()),
+            *(["trial"] if is_trial else []),
             pass_fds=(theirs.fileno(),),
             stdin=asyncio.subprocess.DEVNULL,
             # Ctrl-C must reach the frontend only, which then drains

@@ -8,7 +8,7 @@ import structlog
 
 from tokenbus.worker.contract.engine_errors import ModelError
 from tokenbus.worker.engine_client.client import EngineClient
-from tokenbus.worker.engine_client.engine_process import EngineDiedError
+from tokenbus.worker.engine_client.engine_process import DeviceFailedError, EngineDiedError
 
 INITIAL_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 15.0
@@ -96,8 +96,8 @@ class EngineSupervisor:
             await self.engine.start(self._worker_id, self._prepare)
             self._has_served = self._is_serving = True
             await self.engine.died()
-        except EngineDiedError:
-            pass
+        except EngineDiedError as error:
+            reason = str(error) if isinstance(error, DeviceFailedError) else ""
         except ModelError as error:
             # a model that has never served can't be loaded; one that has served may load again
             if not self._has_served or not self._is_patient:

@@ -3,7 +3,8 @@
 An engine library trusts a model's file more than it should: on some files it ends its process, while it loads them or
 in their first step. Replicas share an engine process, since that is how they share weights and KV memory, so such a
 file would end the streams of every neighbour, again and again. Here it ends a process that nobody depends on, and the
-model is refused with what happened. What has been tried out is loaded a second time, from the system's file cache."""
+model is refused with what happened. That process may take most of the memory that is free, and is the first to end if
+none is left. What has been tried out is loaded a second time, from the system's file cache."""
 
 import asyncio
 import os
@@ -21,13 +22,16 @@ from tokenbus.worker.engine.process import ipc
 from tokenbus.worker.engine_client.engine_process import EngineConnection, EngineDiedError, EngineProcess
 from tokenbus.worker.files.regular import on_thread
 
-TIMEOUT_S = 600.0
-"""Time for a model to be loaded and to compute a step."""
+STEP_TIMEOUT_S = 600.0
+"""Time for the first step. One without an end is what some files lead to."""
 _MAX_CONTEXT_LENGTH = 512
 _PROMPT = block_hash.pack_token_ids([0, 1, 2, 3])
 
 _NOTE_INTERVAL_S = 0.5
 _MAX_TRIED = 256
+_MAX_TRYING = 4
+"""Models that are tried out at the same time. One whose files are on a mount that does not answer takes a place for
+minutes, and others must not wait for it."""
 _Files = tuple[str, tuple[tuple[int, int], ...]]
 
 
@@ -38,6 +42,7 @@ class Trials:
         """`variables` are added to the environment of the processes."""
         self._variables = variables
         self._tried: set[_Files] = set()
+        self._places = asyncio.Semaphore(_MAX_TRYING)
 
     def __repr__(self) -> str:
         return f"<Trials of {len(self._tried)} models>"
@@ -48,7 +53,7 @@ class Trials:
         files = await on_thread(settings.model, partial(_files_of, settings), lambda _: None)
         if files in self._tried:
             return
-        trying = tasks.awaited(try_out(settings, self._variables))
+        trying = tasks.awaited(self._try_out(settings))
         try:
             while not (await asyncio.wait([trying], timeout=_NOTE_INTERVAL_S))[0]:
                 note()
@@ -59,6 +64,10 @@ class Trials:
             self._tried.clear()
         self._tried.add(files)
 
+    async def _try_out(self, settings: EngineSettings) -> None:
+        async with self._places:
+            await try_out(settings, self._variables)
+
 
 def _files_of(settings: EngineSettings) -> _Files:
     """Names a model's files as they are now."""
@@ -67,10 +76,10 @@ def _files_of(settings: EngineSettings) -> _Files:
     return settings.model, tuple((one.st_size, one.st_mtime_ns) for one in found)
 
 
-async def try_out(settings: EngineSettings, variables: Mapping[str, str], timeout_s: float = TIMEOUT_S) -> None:
+async def try_out(settings: EngineSettings, variables: Mapping[str, str]) -> None:
     """Loads a model and computes a step. Raises ModelError, naming the problem, for a model that can't be loaded, or
     on which the engine ends or hangs. One that finds no memory beside the others passes: that is for them to decide."""
-    process = EngineProcess(variables)
+    process = EngineProcess(variables, is_trial=True)
     stepped: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
 
     def take(report: ipc.Report) -> None:
@@ -82,13 +91,13 @@ async def try_out(settings: EngineSettings, variables: Mapping[str, str], timeou
             stepped.set_result(False)
 
     try:
-        async with asyncio.timeout(timeout_s):
-            link = await process.open(_small(settings))
-            connection = EngineConnection(link, take, lost)
-            config = (await connection.open()).config
-            if config.max_num_seqs > 0 and config.context_length > len(_PROMPT):
-                add = ipc.Add(0, _PROMPT, Sampling(max_tokens=1, ignore_eos=True))
-                connection.write(ipc.encode(add))
+        link = await process.open(_small(settings))
+        connection = EngineConnection(link, take, lost)
+        config = (await connection.open()).config
+        if config.max_num_seqs > 0 and config.context_length > len(_PROMPT):
+            add = ipc.Add(0, _PROMPT, Sampling(max_tokens=1, ignore_eos=True))
+            connection.write(ipc.encode(add))
+            async with asyncio.timeout(STEP_TIMEOUT_S):
                 if not await stepped:
                     raise EngineDiedError(await connection.close())
     except ModelTooLargeError:
@@ -96,7 +105,7 @@ async def try_out(settings: EngineSettings, variables: Mapping[str, str], timeou
     except EngineDiedError as error:
         raise ModelError(f"the engine ended while it loaded the model or computed its first step: {error}") from error
     except TimeoutError as error:
-        raise ModelError(f"the model was not loaded within {timeout_s:g} s") from error
+        raise ModelError(f"the model has computed nothing within {STEP_TIMEOUT_S:g} s") from error
     finally:
         stepped.cancel()
         await process.end()

@@ -252,10 +252,10 @@ class Replica(EngineListener):
         await self._supervisor.run()
 
     async def _launch(self) -> EngineLink:
-        settings = self._engine
-        if self._config is None:
+        settings, has_served = self._engine, self._config is not None
+        if not has_served:
             settings = cautious_settings(settings, self._supervisor.restarts)
-        return await self._process.open(settings, self._memory_fd)
+        return await self._process.open(settings, self._memory_fd, has_served=has_served)
 
     def _tick(self, now: float, gap_s: float) -> None:
         self._supervisor.tick(now, gap_s)

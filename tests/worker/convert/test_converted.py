@@ -139,6 +139,40 @@ def test_a_conversion_ends_with_its_parent() -> None:
         assert child.wait(timeout=60) != 0
 
 
+def test_a_conversion_has_no_more_memory_than_its_weights_explain(folder: Path) -> None:
+    safetensors_model.set_config(folder, num_attention_heads=65_536, num_key_value_heads=65_536, head_dim=4_096)
+    with pytest.raises(ModelError, match="a conversion of its size needs more memory than it may have"):
+        convert(folder)  # an order of its rows would take 2 GiB
+
+
+def test_a_conversion_that_gets_no_further_is_ended_and_named(folder: Path, tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nkill -ALRM $$\n")
+    python.chmod(0o755)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(converted.sys, "executable", str(python))
+        with pytest.raises(ModelError, match="the conversion was ended, since it got no further for 600 s"):
+            convert(folder)
+
+
+def test_each_report_of_a_conversion_gives_it_time_for_the_next() -> None:
+    script = (
+        "import signal; from tokenbus.worker.convert import process\n"
+        "process._report(process.ConversionReport())\n"
+        "assert 0 < signal.alarm(0) <= process.STALL_S"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, stdout=subprocess.DEVNULL)
+
+
+def test_whatever_is_wrong_with_a_tokenizer_is_told(folder: Path) -> None:
+    path = folder / "tokenizer.json"
+    document = json.loads(path.read_bytes())
+    document["model"]["merges"] = [{"a": 1}]
+    path.write_text(json.dumps(document))
+    with pytest.raises(ModelError, match=r"tokenizer"):
+        convert(folder)
+
+
 def test_conversions_are_kept_in_the_folder_that_is_named_for_the_hub(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -151,7 +185,7 @@ def test_several_processes_that_want_a_model_wait_for_one_conversion(folder: Pat
         "import sys; from pathlib import Path; from tokenbus.worker.convert import converted\n"
         "from tokenbus.worker.files.layouts import SafetensorsLayout\n"
         "files = SafetensorsLayout().find(Path(sys.argv[1])); reports = []\n"
-        "print(converted.convert(sys.argv[1], files, 'f16', 1, reports.append).weights, len(reports))"
+        "print(converted.convert(sys.argv[1], files, 'f16', 1, reports.append).weights, sum(map(bool, reports)))"
     )
     variables = os.environ | {"HF_HOME": str(cache.parents[1]), "TOKENBUS_LOG": "error"}
     both = [

@@ -73,3 +73,40 @@ def test_only_the_suspects_of_a_poisoned_memory_are_blamed_whatever_else_was_com
     assert [attribution.may_be_caused_by(ONE, number) for number in (1, 2, 3)] == [True, True, False]
     assert not attribution.may_be_caused_by(OTHER, 1)
     assert not attribution.suspect_calls(OTHER)
+
+
+def test_nobody_is_blamed_while_a_model_is_loaded_for_the_first_time() -> None:
+    attribution = CrashAttribution()
+    attribution.batch_changed(OTHER, [7], on_probation=False)
+    attribution.load_began(3)
+    assert attribution.may_be_a_load
+    assert not attribution.may_be_caused_by(ONE, 1)
+    assert not attribution.suspect_calls(OTHER)
+    attribution.load_ended(3)
+    assert not attribution.may_be_a_load
+    assert attribution.may_be_caused_by(ONE, 1)
+    assert attribution.suspect_calls(OTHER) == {7}
+
+
+def test_a_suspect_that_is_tried_out_is_to_blame_whatever_is_loaded_beside_it() -> None:
+    attribution = CrashAttribution()
+    attribution.load_began(3)
+    attribution.step_isolated(ONE, 1)
+    assert not attribution.may_be_a_load
+    assert attribution.may_be_caused_by(ONE, 1)
+    assert not attribution.may_be_caused_by(OTHER, 1)
+
+
+def test_a_call_that_is_tried_out_is_to_blame_whatever_is_loaded_beside_it() -> None:
+    attribution = CrashAttribution()
+    attribution.load_began(3)
+    attribution.batch_changed(ONE, [7], on_probation=True)
+    assert attribution.suspect_calls(ONE) == {7}
+
+
+def test_a_step_that_never_ends_is_to_blame_whatever_is_loaded_beside_it() -> None:
+    attribution = CrashAttribution()
+    attribution.load_began(3)
+    attribution.step_stuck(ONE)
+    assert attribution.may_be_caused_by(ONE, 1)
+    assert not attribution.may_be_caused_by(OTHER, 1)

@@ -1,4 +1,5 @@
-"""A connection to an engine ends with the first report that can't be taken, whatever else the engine has sent."""
+"""A connection to an engine ends with the first report that can't be taken, whatever else the engine has sent; and one
+to an engine that hangs, or can't load its model, says so."""
 
 import asyncio
 import contextlib
@@ -6,9 +7,15 @@ import socket
 
 import pytest
 
+from tokenbus.worker.contract.engine_errors import ModelError, ModelTooLargeError
 from tokenbus.worker.engine.process import ipc
 from tokenbus.worker.engine_client.engine_faults import CrashAttribution
-from tokenbus.worker.engine_client.engine_process import EngineConnection, EngineDiedError, EngineLink
+from tokenbus.worker.engine_client.engine_process import (
+    DeviceFailedError,
+    EngineConnection,
+    EngineDiedError,
+    EngineLink,
+)
 
 
 async def _ended() -> str:
@@ -35,3 +42,41 @@ async def test_an_engine_whose_reports_can_not_be_taken_counts_as_dead(sent: byt
     with pytest.raises(EngineDiedError):
         await opening
     assert lost == ["lost"]
+
+
+async def test_an_engine_that_hangs_while_it_loads_is_killed_and_named() -> None:
+    ours, theirs = socket.socketpair()
+    killed: list[str] = []
+    link = EngineLink(ours, 1, CrashAttribution(), lambda: killed.append("killed"), _ended)
+    connection = EngineConnection(link, lambda report: None, lambda: None, load_timeout_s=0.01)
+    with theirs:
+        theirs.sendall(ipc.encode(ipc.Loading(0.5)))
+        with pytest.raises(ModelError, match=r"the engine hung while it loaded .*: it reported no progress in 0\.01 s"):
+            await connection.open()
+        assert killed == ["killed"]
+        theirs.sendall(ipc.encode(ipc.LoadFailed("too late")))
+    async with asyncio.timeout(5):
+        assert await connection.death == "the engine process closed its socket"
+
+
+@pytest.mark.parametrize(
+    ("failed", "kind"),
+    [
+        (ipc.LoadFailed("no"), ModelError),
+        (ipc.LoadFailed("no", is_too_large=True), ModelTooLargeError),
+        (ipc.LoadFailed("no", may_pass=True), DeviceFailedError),
+    ],
+)
+async def test_a_load_that_failed_is_told_as_what_it_is(failed: ipc.LoadFailed, kind: type[Exception]) -> None:
+    ours, theirs = socket.socketpair()
+    attribution = CrashAttribution()
+    attribution.load_began(5)
+    connection = EngineConnection(
+        EngineLink(ours, 1, attribution, lambda: None, _ended, 5), lambda report: None, lambda: None
+    )
+    with theirs:
+        theirs.sendall(ipc.encode(failed))
+        with pytest.raises(kind, match="no"):
+            await connection.open()
+    assert not attribution.may_be_a_load
+    await connection.close()

@@ -197,6 +197,8 @@ class LoadFailed(IpcMessage, frozen=True):
     message: str
     is_too_large: bool = False
     """Whether it failed for lack of memory."""
+    may_pass: bool = False
+    """Whether the device failed, so that another start may help, perhaps with less memory."""
 
 
 class Ready(IpcMessage, frozen=True):

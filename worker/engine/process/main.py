@@ -1,4 +1,5 @@
 """The engine process: `python -m tokenbus.worker.engine.process.main FD`, started by a frontend and ended with it.
+After the number comes `trial` if a model is only tried out: then most of the free memory is the limit.
 
 It runs replicas of models, each with its own socket and step loop. Replicas of the same model share its weights.
 """
@@ -12,12 +13,12 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import structlog
 
-from tokenbus.protocol.process import parent
+from tokenbus.protocol.process import memory, parent
 from tokenbus.protocol.telemetry import logs
 from tokenbus.worker.contract.engine_errors import DeviceError, ModelError
 from tokenbus.worker.contract.engine_settings import EngineSettings
@@ -30,10 +31,13 @@ from tokenbus.worker.engine.memory.planner import MemoryPlanner
 from tokenbus.worker.engine.process import ipc, replica
 from tokenbus.worker.engine.process.device_sharing import KvPool, KvShare, StepGate
 from tokenbus.worker.engine.scheduling.lanes import LaneShare
+from tokenbus.worker.files import device_memory
 
+TRIAL = "trial"
 EXIT_DEVICE_FAILED = 3
 """The exit status that tells the frontend that the device is at fault, not a model."""
 EXIT_BUG = 1
+_REPORT_S = 10.0
 _MAX_EXIT_REASON_CHARS = 1_000
 _FINGERPRINT = re.compile(r"[\w.-]{1,64}", re.ASCII)
 
@@ -83,7 +87,7 @@ class ReplicaServer:
 
         def load(progress: Callable[[float], None]) -> Runner:
             nonlocal kv_memory
-            with self._loading:  # one at a time: shared weights are read once, errors are attributed correctly
+            with self._turn_to_load(progress):
                 loader = self._find_loader(settings)
                 if not settings.kv_pool_bytes or loader.lends_lanes(settings):
                     return loader.load(settings, progress)
@@ -132,6 +136,18 @@ class ReplicaServer:
             traceback.print_exc()
             self._report_exit("".join(traceback.format_exception_only(error)))
             os._exit(EXIT_BUG)
+
+    @contextlib.contextmanager
+    def _turn_to_load(self, progress: Callable[[float], None]) -> Iterator[None]:
+        """Waits until no other model is being loaded, and reports while it waits: shared weights are read once, and
+        errors are attributed correctly."""
+        while not self._loading.acquire(timeout=_REPORT_S):
+            progress(0.0)
+        try:
+            progress(0.0)
+            yield
+        finally:
+            self._loading.release()
 
     def _report_exit(self, reason: str) -> None:
         with self._lock, contextlib.suppress(OSError):
@@ -198,6 +214,9 @@ def _make_find(on_exit: OnExit) -> Callable[[EngineSettings], Loader]:
 def main() -> None:
     parent.die_with_parent()  # a frozen process would not notice that its socket is closed
     logs.configure("engine")
+    if TRIAL in sys.argv[2:]:
+        memory.end_first()
+        memory.limit_own(device_memory.free_host_bytes() // 8 * 7)
     ReplicaServer(socket.socket(fileno=int(sys.argv[1]))).run()
     os._exit(0)  # at once, even in the middle of a step: the frontend is gone
 

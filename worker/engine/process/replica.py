@@ -15,7 +15,7 @@ import structlog
 
 from tokenbus.protocol.wire import block_hash, codec, errors
 from tokenbus.worker.contract.contract import RecoveredCopies
-from tokenbus.worker.contract.engine_errors import ModelError, ModelTooLargeError
+from tokenbus.worker.contract.engine_errors import DeviceError, ModelError, ModelTooLargeError
 from tokenbus.worker.contract.engine_settings import SchedulerSettings
 from tokenbus.worker.engine.device import pooling
 from tokenbus.worker.engine.device.runner import Runner
@@ -48,8 +48,8 @@ def serve(
     blocks, which may hold an earlier engine's; those in a file of `folder` outlive the worker too. `join_pool` returns
     the runner's share of a KV pool, if it has one; the pool calls a function when the loop should ask again.
 
-    A model that can't be loaded is reported to the frontend. Raises DeviceError when the device fails, and any
-    unexpected exception of any of its threads."""
+    Whatever happens while the model is loaded is reported to the frontend: others run in this process. Afterwards
+    raises DeviceError when the device fails, and any unexpected exception of any of its threads."""
     lock = threading.Lock()
 
     def send(report: ipc.Report) -> None:
@@ -63,23 +63,29 @@ def serve(
         scheduler_setup.check(runner.config, scheduler_settings or SchedulerSettings())
         _open_copies(runner, memory_fd, folder)
         lane_share = join_pool(runner, lambda: inbox.put(LanesChanged()))
-    except ModelError as error:
+        loop = StepLoop(
+            runner, inbox, send, step_target_s, scheduler_settings, step_gate, lane_share=lane_share, debug=debug
+        )
+        config = codec.replace(runner.config, end_token_ids=tuple(sorted(runner.end_token_ids)))
+        recovery = RecoveredCopies() if runner.copies is None else runner.copies.recovery
+        ready = ipc.encode(ipc.Ready(config, runner.token_bytes, runner.bundle, recovery, loop.take_recovered()))
+    except ConnectionError:  # the frontend has closed its end
         if runner is not None:
             runner.close()
-        send(ipc.LoadFailed(str(error), isinstance(error, ModelTooLargeError)))
+        raise
+    except BaseException as error:  # outermost frame of a load; Rust's panics are no Exception
+        if runner is not None:
+            runner.close()
+        send(_failure(error))
         return
     calls = _Calls(runner, inbox, send)
     reader = threading.Thread(target=calls.read, args=(sock,), name="commands", daemon=True)
     reader.start()
-    config = codec.replace(runner.config, end_token_ids=tuple(sorted(runner.end_token_ids)))
     for ability, reason in config.missing.items():
         structlog.get_logger().warning("ability_missing", ability=ability, reason=reason)
     try:
-        loop = StepLoop(
-            runner, inbox, send, step_target_s, scheduler_settings, step_gate, lane_share=lane_share, debug=debug
-        )
-        recovery = RecoveredCopies() if runner.copies is None else runner.copies.recovery
-        send(ipc.Ready(config, runner.token_bytes, runner.bundle, recovery, loop.take_recovered()))
+        with lock:
+            sock.sendall(ready)
         loop.run()
     finally:
         with contextlib.suppress(OSError):
@@ -89,6 +95,18 @@ def serve(
             runner.close()
             if runner.copies is not None:
                 runner.copies.close()
+
+
+def _failure(error: BaseException) -> ipc.LoadFailed:
+    """Returns what the frontend is told about a failed load; an unexpected exception is logged."""
+    if isinstance(error, ModelError):
+        return ipc.LoadFailed(str(error), isinstance(error, ModelTooLargeError))
+    if isinstance(error, DeviceError):
+        return ipc.LoadFailed(f"the device failed: {error}", may_pass=True)
+    if isinstance(error, MemoryError):
+        return ipc.LoadFailed("there is too little memory to load the model", is_too_large=True)
+    structlog.get_logger().error("load_failed", exc_info=error)
+    return ipc.LoadFailed(f"the engine failed while it loaded the model: {type(error).__name__}: {error}")
 
 
 def _open_copies(runner: Runner, memory_fd: int | None, folder: CacheFolder | None) -> None:

@@ -1,4 +1,5 @@
-"""A replica answers every call, keeps no command waiting for a text, and ends when one of its threads ends."""
+"""A replica answers every call, keeps no command waiting for a text, and ends when one of its threads ends. A model
+that it can't load ends nothing."""
 
 import contextlib
 import queue
@@ -9,8 +10,10 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.support.arithmetic import ArithmeticRunner
-from tokenbus.protocol.wire import block_hash, errors, internal
+from tokenbus.protocol.wire import block_hash, codec, errors, internal
 from tokenbus.worker.contract import engine_request
+from tokenbus.worker.contract.engine_errors import DeviceError, ModelError, ModelTooLargeError
+from tokenbus.worker.engine.device.runner import Runner
 from tokenbus.worker.engine.process import ipc, replica
 
 _report = ipc.report_decoder.decode
@@ -173,3 +176,61 @@ def test_a_replica_closes_its_model_when_the_last_text_has_been_tokenized(one: R
     one.runner.gate.set()
     assert isinstance(one.ended(), ConnectionError | None)  # the answer may still have been tried
     assert one.runner.closed
+
+
+class _Panic(BaseException):
+    """What a library of Rust raises, which is no Exception."""
+
+
+FAILURES = {
+    "refused": (ModelError("wrong"), ipc.LoadFailed("wrong")),
+    "too large": (ModelTooLargeError("too large"), ipc.LoadFailed("too large", is_too_large=True)),
+    "no memory": (MemoryError(), ipc.LoadFailed("there is too little memory to load the model", is_too_large=True)),
+    "device": (DeviceError("gone"), ipc.LoadFailed("the device failed: gone", may_pass=True)),
+    "bug": (KeyError("x"), ipc.LoadFailed("the engine failed while it loaded the model: KeyError: 'x'")),
+    "panic": (_Panic("at 1"), ipc.LoadFailed("the engine failed while it loaded the model: _Panic: at 1")),
+}
+
+
+def load_reported(load: Callable[[Callable[[float], None]], Runner]) -> ipc.Report:
+    """Returns what a frontend is told about a load that fails."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        replica.serve(theirs, load, step_target_s=0.05)
+        theirs.shutdown(socket.SHUT_WR)
+        (report,) = map(_report, ipc.receive(ours))
+        return report
+
+
+@pytest.mark.parametrize("kind", FAILURES)
+def test_whatever_happens_while_a_model_is_loaded_is_told_and_ends_no_process(kind: str) -> None:
+    error, told = FAILURES[kind]
+
+    def fail(_: Callable[[float], None]) -> Runner:
+        raise error
+
+    assert load_reported(fail) == told
+
+
+@pytest.mark.parametrize("sizes", [{"total_kv_blocks": 0}, {"context_length": 10**20}])
+def test_a_model_that_can_not_be_served_or_described_is_closed_and_told(sizes: dict[str, int]) -> None:
+    runner = Texts()
+    closed: list[str] = []
+    runner.config = codec.replace(runner.config, **sizes)
+    runner.close = lambda: closed.append("closed")  # type: ignore[method-assign]
+    report = load_reported(lambda _: runner)
+    assert isinstance(report, ipc.LoadFailed)
+    assert "Error: " in report.message
+    assert closed == ["closed"]
+
+
+def test_a_load_whose_frontend_has_gone_ends_without_a_word() -> None:
+    ours, theirs = socket.socketpair()
+    ours.close()
+
+    def load(progress: Callable[[float], None]) -> Runner:
+        progress(0.5)
+        raise AssertionError
+
+    with theirs, pytest.raises(ConnectionError):
+        replica.serve(theirs, load, step_target_s=0.05)
