@@ -133,7 +133,7 @@ class Compiling:
         return self._is_cancelled
 
     def compiles_in(self, process: ConstraintProcess) -> None:
-        """Notes the process that compiles it."""
+        """Notes the process that compiles it, or follows it then."""
         with self._lock:
             self._process = process
             if self._is_cancelled:

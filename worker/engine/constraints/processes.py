@@ -114,16 +114,25 @@ class Nursery:
     """The process that has a model's vocabulary and forks. It ends with this one."""
 
     def __init__(self, tokens: ModelTokens) -> None:
+        """Raises EOFError if it ends at once."""
         ours, theirs = socket.socketpair()
-        with theirs:
-            self._child = subprocess.Popen(
-                [sys.executable, "-m", "tokenbus.worker.engine.constraints.nursery", str(theirs.fileno())],
-                pass_fds=(theirs.fileno(),),
-                stdin=subprocess.DEVNULL,
-                env=child_environment(**_VARIABLES),
-            )
         self._process = ConstraintProcess(ours, tokens.encode)
-        self._process.send(messages.Setup(list(tokens.token_bytes), tuple(tokens.end_token_ids)))
+        try:
+            with theirs:
+                self._child = subprocess.Popen(
+                    [sys.executable, "-m", "tokenbus.worker.engine.constraints.nursery", str(theirs.fileno())],
+                    pass_fds=(theirs.fileno(),),
+                    stdin=subprocess.DEVNULL,
+                    env=child_environment(**_VARIABLES),
+                )
+        except OSError:
+            self._process.close()
+            raise
+        try:
+            self._process.send(messages.Setup(list(tokens.token_bytes), tuple(tokens.end_token_ids)))
+        except EOFError:
+            self.close()
+            raise
 
     def __repr__(self) -> str:
         return f"<Nursery {self.pid}>"
@@ -186,7 +195,7 @@ class Templates:
 
     def fork(self, constraint: engine_request.Constraint, on_process: OnProcess) -> ConstraintProcess:
         """Returns a process that has compiled the constraint. `on_process` is called with the process that compiles it,
-        which may be killed.
+        and then with the one that is returned: the last one may be killed, since no other sequence needs it.
 
         Raises ConstraintError, and EOFError if no process can be forked to compile it."""
         key = (constraint.kind, constraint.source, constraint.preamble)
@@ -196,9 +205,16 @@ class Templates:
                 self._kept.move_to_end(key)
         if found is not None:
             with contextlib.suppress(EOFError):
-                return found.fork()
+                child = found.fork()
+                on_process(child)
+                return child
         template = self._compile(constraint, on_process)
-        child = template.fork()
+        try:
+            child = template.fork()
+        except EOFError:  # it was killed
+            template.close()
+            raise
+        on_process(child)
         self._keep(key, template)
         return child
 

@@ -13,6 +13,7 @@ import pytest
 
 from tests.support.tiny_vocabulary import END, OTHER_END, TOKENS, choice, compiler, constraint, decode, encode, walk
 from tokenbus.protocol.wire import errors
+from tokenbus.worker.engine.constraints import processes
 from tokenbus.worker.engine.constraints.compilation import (
     Compilation,
     CompiledConstraint,
@@ -24,7 +25,7 @@ from tokenbus.worker.engine.constraints.compilation import (
 from tokenbus.worker.engine.constraints.compiler import ModelTokens
 from tokenbus.worker.engine.constraints.grammar import ConstraintError
 from tokenbus.worker.engine.constraints.matcher import Matcher, SequenceMatcher
-from tokenbus.worker.engine.constraints.processes import RemoteMatcher
+from tokenbus.worker.engine.constraints.processes import ConstraintProcess, RemoteMatcher, Templates
 
 pytestmark = pytest.mark.usefixtures("executed")
 ENDLESS = ".?" * 8_000
@@ -214,6 +215,41 @@ def test_what_is_cancelled_is_not_remembered_as_refused(story: Story) -> None:
             assert isinstance(found.result, RemoteMatcher), "it was done before the cancel"
         assert isinstance(found.result, RemoteMatcher)
         found.result.close()
+
+
+def test_a_cancel_ends_the_follower_of_one_sequence_and_not_the_process_that_others_are_forked_from() -> None:
+    templates = Templates(lambda: ModelTokens(TOKENS, {END, OTHER_END}, encode))
+    seen: list[ConstraintProcess] = []
+    try:
+        first = templates.fork(constraint("regex", LARGE), seen.append)
+        assert len(seen) == 2, "one has compiled it, and one follows it"
+        seen[-1].kill()
+        with pytest.raises(EOFError):
+            first.receive()
+        second = templates.fork(constraint("regex", LARGE), seen.append)
+        assert seen == [seen[0], first, second], "it was not compiled again"
+        for one in (first, second):
+            one.close()
+    finally:
+        templates.close()
+
+
+@pytest.mark.parametrize("dying", ["template", "nursery"])
+def test_a_process_that_ends_before_it_forks_leaves_no_descriptor(monkeypatch: pytest.MonkeyPatch, dying: str) -> None:
+    templates = Templates(lambda: ModelTokens(TOKENS, {END, OTHER_END}, encode))
+    templates.fork(constraint("regex", "x" * 600), lambda _: None).close()
+    before = len(os.listdir("/proc/self/fd"))
+
+    def end(_: ConstraintProcess) -> ConstraintProcess:
+        raise EOFError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(processes._Template if dying == "template" else ConstraintProcess, "fork", end)
+        with pytest.raises(EOFError):
+            templates.fork(constraint("regex", LARGE), lambda _: None)
+    after = len(os.listdir("/proc/self/fd"))
+    templates.close()
+    assert after == before
 
 
 def test_when_it_is_closed_no_process_is_left(story: Story) -> None:

@@ -1,0 +1,108 @@
+"""Models with a mistake in their headers are loaded beside running streams, and stop none of them.
+
+TOKENBUS_MUTANTS_OF names a GGUF of which mutants are made; without it they are the demo model's."""
+
+import asyncio
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.faults.test_replicas import control
+from tests.hostile import scale
+from tests.support.exact_client import until_ready
+from tests.support.gguf_mutants import header_bytes, mutants
+from tests.support.raw_client import PREFIX, RawClient
+from tests.support.system import System
+from tokenbus import demo
+
+STREAMS = 6
+LOADERS = 2
+SEED = int(os.environ.get("TOKENBUS_MUTANTS_SEED", "1"))
+MODEL = Path(os.environ.get("TOKENBUS_MUTANTS_OF", demo.MODEL_PATH))
+WEIGHTS = MODEL.read_bytes()[header_bytes(MODEL) :]
+TALE = {"prompt": "Once upon a time", "max_tokens": 900, "ignore_eos": True, "temperature": 0}
+QUESTION = {"prompt": "The fox asked the owl about 12 + 30. " * 8, "max_tokens": 24, "ignore_eos": True}
+
+
+class Neighbour:
+    """Streams of a model, one after another, and the longest time between two of their messages."""
+
+    def __init__(self) -> None:
+        self.texts: set[str] = set()
+        self.gap_s = 0.0
+
+    async def run(self, bare: RawClient) -> None:
+        while True:
+            answer = await bare.generate(TALE)
+            await answer.until(1)
+            while not answer.terminals:
+                began = time.monotonic()
+                await answer.until(len(answer.messages) + 1)
+                self.gap_s = max(self.gap_s, time.monotonic() - began)
+            (terminal,) = answer.terminals
+            assert terminal["finish_reason"] == "length", terminal
+            assert terminal["attempt"] == 1, terminal
+            self.texts.add(answer.text)
+
+
+async def load(bare: RawClient, card: dict[str, Any], path: Path, outcomes: list[str]) -> None:
+    """Loads a model, asks it something, and unloads it."""
+    name = path.stem
+    told = await control(bare, card, op="load", model=str(path), served_name=name, settings={"context_length": 512})
+    if not told[-1]["ok"]:
+        assert told[-1]["error"]["code"] == "invalid_request", told
+        assert told[-1]["error"]["message"]
+        outcomes.append("refused")
+        return
+    (worker_id,) = told[-1]["worker_ids"]
+    terminal = await (await bare.generate(QUESTION, subject=f"{PREFIX}.generate.{name}")).terminal()
+    outcomes.append("loaded and answered" if terminal["finish_reason"] == "length" else "loaded, and gave an error")
+    assert await control(bare, {"model": name, "worker_id": worker_id}, op="unload") == [{"ok": True}]
+
+
+async def test_a_model_with_a_mistake_in_its_header_is_answered_and_stops_no_stream(
+    system: System, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    count = int(os.environ.get("TOKENBUS_MUTANTS", scale.times(6, 1_648)))
+    system.router("router")
+    system.worker("worker", "--max-num-seqs", str(STREAMS))
+    bare = await system.connect()
+    (card,) = await until_ready(bare, 1)
+    made = zip(range(count), mutants(MODEL, SEED), strict=False)
+    outcomes: list[str] = []
+    neighbours = [Neighbour() for _ in range(STREAMS)]
+
+    async def load_some() -> None:
+        for number, mutant in made:
+            path = tmp_path / f"mutant-{number}.gguf"
+            path.write_bytes(mutant.data + WEIGHTS)
+            try:
+                await load(bare, card, path, outcomes)
+            except Exception as error:
+                raise AssertionError(f"mutant {number} of seed {SEED}: {mutant.mistake}") from error
+            finally:
+                path.unlink()
+
+    running = [asyncio.create_task(one.run(bare)) for one in neighbours]
+    try:
+        await asyncio.gather(*(load_some() for _ in range(LOADERS)))
+        for task in running:
+            assert not task.done() or task.result()
+    finally:
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        with capsys.disabled():
+            counts = ", ".join(f"{outcomes.count(one)} {one}" for one in sorted(set(outcomes)))
+            print(
+                f"\n{MODEL.name}: {counts}; the longest gap of {STREAMS} streams: "
+                f"{max(one.gap_s for one in neighbours):.2f} s"
+            )
+    assert len(outcomes) == count
+    assert not system.logged("worker", "engine_died")
+    (after,) = [one for one in await until_ready(bare, 1) if one["model"] == "demo"]
+    assert after["pids"]["engine"] == card["pids"]["engine"]
+    assert len(set().union(*(one.texts for one in neighbours))) <= 1
