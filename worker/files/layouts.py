@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tokenbus.worker.contract.engine_errors import ModelError
 from tokenbus.worker.files import model_config
-from tokenbus.worker.files.model_files import SIDECARS, Layout
+from tokenbus.worker.files.model_files import SIDECARS, Layout, shortened
 
 _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE)
 _QUANTIZATION = re.compile(r"[-.]((?:UD-)?(?:I?Q\d\w*|BF16|F16|F32|MXFP4\w*|TQ\d_\d))$", re.IGNORECASE)
@@ -52,7 +52,7 @@ class GgufLayout(Layout):
         missing = [part.name for part in parts if not os.path.isfile(part)]
         if len(parts) > 1 and missing:
             raise ModelError(
-                f"{weights}: is split, but {', '.join(missing)} is not there; fetch all {len(parts)} parts"
+                f"{weights}: is split, but {shortened(missing)} is not there; fetch all {len(parts)} parts"
             )
         return parts[0]
 
@@ -100,7 +100,7 @@ class SafetensorsLayout(Layout):
         parts = [weights.with_name(name) for name in self.parts_of(weights.name)]
         missing = [part.name for part in parts if not os.path.isfile(part)]
         if missing:
-            raise ModelError(f"{weights.parent}: {', '.join(missing)} is not there; fetch all {len(parts)} files")
+            raise ModelError(f"{weights.parent}: {shortened(missing)} is not there; fetch all {len(parts)} files")
         return parts[0]
 
 

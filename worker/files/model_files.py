@@ -10,7 +10,7 @@ import os
 import re
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO, ClassVar, NamedTuple, TypeVar
 
@@ -26,6 +26,7 @@ if sys.platform != "win32":
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(:[\w.-]+)?")
 _WEIGHTS_SUFFIXES = (".gguf", ".onnx")
 _WEIGHTS_KEY = "weights"
+_MAX_NAMED = 40
 SIDECARS = ("generation_config.json", "config.json", "metadata.json", "tokenizer.json")
 """Small files next to the weights that say how the model is meant to be used."""
 
@@ -61,6 +62,12 @@ class ModelFiles(NamedTuple):
         return cls(
             Path(paths[_WEIGHTS_KEY]), {name: Path(path) for name, path in paths.items() if name != _WEIGHTS_KEY}
         )
+
+
+def shortened(names: Sequence[str]) -> str:
+    """Returns a list for a message, which names the first ones."""
+    more = f" and {len(names) - _MAX_NAMED:,} more" if len(names) > _MAX_NAMED else ""
+    return ", ".join(names[:_MAX_NAMED]) + more
 
 
 class Layout(ABC):
@@ -124,15 +131,15 @@ class Layout(ABC):
             first = sorted(by_variant)[0]
             problem = f"there are several models: {self._listed(by_variant, sizes)}"
             raise ModelError(f"{where}: {problem}; choose one, such as {where}:{first}")
-        raise ModelError(f"{where}: there are several models ({', '.join(weights)}); name one of them")
+        raise ModelError(f"{where}: there are several models ({shortened(weights)}); name one of them")
 
     def _listed(self, by_variant: Mapping[str, str], sizes: Mapping[str, int] | None) -> str:
         """Returns the variants, with the sizes of all their files if these are known."""
         known = {variant or "full precision": name for variant, name in sorted(by_variant.items())}
         if sizes is None:
-            return ", ".join(known)
+            return shortened(list(known))
         size_of = {name: sum(sizes.get(part, 0) for part in self.parts_of(name, sizes)) for name in known.values()}
-        return ", ".join(f"{variant} ({transfer.size(size_of[name])})" for variant, name in known.items())
+        return shortened([f"{variant} ({transfer.size(size_of[name])})" for variant, name in known.items()])
 
     def select(self, sizes: Mapping[str, int], variant: str, where: str) -> list[str]:
         """Returns the files of a repository to download, the one to load first, given their sizes by name.

@@ -24,7 +24,7 @@ from huggingface_hub.utils._http import get_session, hf_raise_for_status
 
 from tokenbus.worker.contract.engine_errors import ModelError
 from tokenbus.worker.files import transfer
-from tokenbus.worker.files.model_files import Layout, ModelFiles
+from tokenbus.worker.files.model_files import Layout, ModelFiles, shortened
 from tokenbus.worker.models import hub
 from tokenbus.worker.models.hub import RemoteFile, Repository, Tries
 
@@ -43,7 +43,7 @@ def fetch(name: str, layouts: Sequence[Layout], on_bytes: transfer.OnBytes) -> M
         parts = layout.select(found.sizes, variant, repo)
         missing = [part for part in parts if part not in found.files]
         if missing:
-            raise ModelError(f"{repo}: {', '.join(missing)} is not there; choose another variant")
+            raise ModelError(f"{repo}: {shortened(missing)} is not there; choose another variant")
         structlog.get_logger().info("fetching_model", repo=repo, file=parts[0], parts=len(parts))
         _check_space(found, parts)
         weights = _download_all(found, parts, on_bytes)

@@ -10,6 +10,7 @@ is lost. The cache is laid out by `huggingface_hub`:
 
 import contextlib
 import errno
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -27,6 +28,7 @@ from tokenbus.worker.files.model_files import Layout
 
 _CONVERTED_SUFFIXES = ("-GGUF", "-gguf", "-ONNX", "-onnx")
 """Suffixes that repositories of converted weights append to the original names."""
+_DIGEST = re.compile("[0-9a-f]{40}|[0-9a-f]{64}")
 _TIMEOUT_S = 10.0
 _GO_ON = "run it again: it resumes where it stopped"
 
@@ -68,10 +70,15 @@ def look_up(name: str) -> Repository:
     if isinstance(base, list):
         base = base[0] if base else None
     files = {
-        file.rfilename: RemoteFile(file.size or 0, file.lfs.sha256 if file.lfs else file.blob_id or "")
+        file.rfilename: RemoteFile(file.size or 0, _digest(file.lfs.sha256 if file.lfs else file.blob_id))
         for file in info.siblings or []
     }
     return Repository(name, files, base if isinstance(base, str) else by_name)
+
+
+def _digest(named: str | None) -> str:
+    """Returns a file's digest, which names a file of the cache; empty if the Hub names something else."""
+    return named if named is not None and _DIGEST.fullmatch(named) else ""
 
 
 def _info(name: str) -> huggingface_hub.ModelInfo:
@@ -274,8 +281,10 @@ def _remove_files(folder: Path, model: LocalModel) -> None:
     for file in model.files:
         file.unlink()
     left = {path.resolve() for path in folder.glob("snapshots/**/*")}
+    own = (folder / "blobs").resolve()
     for blob in blobs - left:
-        blob.unlink(missing_ok=True)
+        if blob.parent == own:
+            blob.unlink(missing_ok=True)
 
 
 def _size_of(folder: Path) -> int:

@@ -186,6 +186,7 @@ def _listing(settings: EngineSettings, context_length: int) -> contract.EngineCo
 
 
 _TICK_S = 0.1
+_MEASURE_TIMEOUT_S = 300.0
 _MAX_MEASURED = 32
 """The number of models that are measured at the same time. Some may have to be downloaded."""
 
@@ -221,7 +222,7 @@ class OnDemandModels:
         Raises ModelError if they alone take more."""
         others = [model for model in self._settings.models if not model.on_demand]
         budget = self._settings.memory_budget_bytes
-        for model in others if self._models else ():
+        for model in others if self._models or budget else ():
             need = self._beside[model.served_name] = await self._need_to_start(model)
             budget -= need.total_bytes * model.replicas if budget else 0
             if budget <= 0 < self._settings.memory_budget_bytes:
@@ -413,12 +414,20 @@ class OnDemandModels:
 
     async def _measure_files(self, model: ModelToServe) -> MemoryNeed:
         """Reads files on a thread, which ends with the next bytes of a download once the worker stops. Raises
-        ModelError and OSError."""
+        ModelError and OSError; ModelError too if nothing comes for long, as from a mount that does not answer."""
+        has_progressed = False
 
         def note(_: float) -> None:
+            nonlocal has_progressed
+            has_progressed = True
             if self._is_stopped:
                 raise ModelError("the worker stops")
 
         loop = asyncio.get_running_loop()
-        facts = await loop.run_in_executor(self._threads, model_sizes.read_facts, model.engine, note)
+        reading = loop.run_in_executor(self._threads, model_sizes.read_facts, model.engine, note)
+        while not (await asyncio.wait([reading], timeout=_MEASURE_TIMEOUT_S))[0]:
+            if not has_progressed and reading.cancel():
+                raise ModelError(f"{model.engine.model}: nothing of its files came for {_MEASURE_TIMEOUT_S:g} s")
+            has_progressed = False
+        facts = reading.result()
         return model_sizes.choose_sizes(facts, model.engine, self._settings.memory_budget_bytes)

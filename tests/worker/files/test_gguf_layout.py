@@ -56,6 +56,19 @@ def test_a_split_model_is_loaded_from_its_first_part_whichever_is_named(tmp_path
     assert found(tmp_path).weights.name == "m-Q4_0-00001-of-00003.gguf"
 
 
+def test_of_many_missing_parts_the_first_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "m-00001-of-99999.gguf"
+    path.touch()
+    with pytest.raises(ModelError, match=r"m-00002-of-99999\.gguf, .* and 99,958 more is not there") as raised:
+        GgufLayout().find(path)
+    assert len(str(raised.value)) < 2_000
+
+
+def test_a_message_is_no_longer_than_a_reply_may_be() -> None:
+    assert str(ModelError("x" * 8_000)) == "x" * 8_000
+    assert str(ModelError("x" * 8_001)) == "x" * 8_000 + "..."
+
+
 def test_a_part_that_is_missing_is_named(tmp_path: Path) -> None:
     files(tmp_path, "m-00001-of-00003.gguf", "m-00003-of-00003.gguf")
     with pytest.raises(ModelError, match=r"m-00002-of-00003\.gguf is not there; fetch all 3 parts"):

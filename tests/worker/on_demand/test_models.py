@@ -14,6 +14,7 @@ from tests.support.recording_bus import RecordingBus
 from tokenbus.protocol.telemetry.tracing import NoopTracer
 from tokenbus.protocol.wire import errors, internal, subjects
 from tokenbus.worker.broker.lifeline import Lifeline
+from tokenbus.worker.contract.engine_errors import ModelError
 from tokenbus.worker.contract.engine_settings import EngineSettings
 from tokenbus.worker.on_demand.models import LoadListener, OnDemandModels, OnDemandReplica
 from tokenbus.worker.settings.settings import ModelToServe, WorkerSettings
@@ -158,3 +159,44 @@ async def test_a_model_that_was_never_loaded_shows_the_context_that_it_will_have
     assert listing is not None
     assert listing.context_length == 4_096
     running.cancel()
+
+
+async def test_models_that_are_all_pinned_leave_the_rest_of_the_budget_to_loads() -> None:
+    pinned = ModelToServe("pinned", DEMO, replicas=2)
+    on_demand = OnDemandModels(
+        WorkerSettings(models=(pinned,), memory_budget_bytes=10 << 30), WorkerMetrics(), "worker"
+    )
+    await on_demand.prepare()
+    each = await on_demand.take(ModelToServe("other", DEMO))
+    assert each > 96 << 20
+    assert on_demand._plan.budget_bytes == (10 << 30) - 3 * each
+
+
+async def test_pinned_models_that_take_more_than_the_budget_are_refused() -> None:
+    pinned = ModelToServe("pinned", DEMO, replicas=2)
+    on_demand = OnDemandModels(
+        WorkerSettings(models=(pinned,), memory_budget_bytes=200 << 20), WorkerMetrics(), "worker"
+    )
+    with pytest.raises(ModelError, match="the pinned models take more than the budget"):
+        await on_demand.prepare()
+
+
+async def test_a_model_whose_files_never_come_is_refused_and_one_that_comes_slowly_is_not(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = threading.Event()
+
+    def read(settings: EngineSettings, progress: Callable[[float], None]) -> None:
+        while not ended.wait(0.001 if settings is SIM else None):
+            progress(0.5)
+
+    monkeypatch.setattr("tokenbus.worker.on_demand.models._MEASURE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("tokenbus.worker.on_demand.model_sizes.read_facts", read)
+    try:
+        replicas = serve(slow=SIM, stuck=msgspec.structs.replace(SIM, model="elsewhere"))
+        refused = await answer(replicas["stuck"], until=lambda reply: reply.error is not None)
+        assert refused.error is not None
+        assert "elsewhere: nothing of its files came for 0.2 s" in refused.error.message
+        assert replicas["slow"].listener.want("slow").ok
+    finally:
+        ended.set()
