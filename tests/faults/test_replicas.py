@@ -147,6 +147,9 @@ async def test_a_load_that_can_not_be_done_says_why_and_disturbs_nobody(system: 
     broken = tmp_path / "broken.gguf"
     shutil.copyfile(demo.MODEL_PATH, broken)
     os.truncate(broken, 200_000)
+    pipe, itself = tmp_path / "pipe.gguf", tmp_path / "itself"
+    os.mkfifo(pipe)
+    itself.symlink_to("itself")
     system.router("router")
     system.worker("worker", "--kv-budget", "4", "--context-length", "512", "--kv-tokens", "1024")
     bare = await system.connect()
@@ -154,6 +157,10 @@ async def test_a_load_that_can_not_be_done_says_why_and_disturbs_nobody(system: 
     running = await bare.generate(LONG | {"max_tokens": 400})
     for message, said in (
         ({"model": "/nowhere.gguf"}, "/nowhere.gguf: there is no such file"),
+        ({"model": str(pipe)}, "pipe.gguf: is no regular file"),
+        ({"model": str(itself)}, "itself: can't be read: Too many levels of symbolic links"),
+        ({"model": "/dev/zero"}, "/dev/zero: is no regular file"),
+        ({"model": f"/{'x' * 300}/m.gguf"}, "can't be read: File name too long"),
         ({"model": str(broken)}, "broken.gguf"),
         ({"model": str(demo.MODEL_PATH), "replicas": 0}, "replicas must be 1 to"),
         ({"model": str(demo.MODEL_PATH), "settings": {"colour": 1}}, "settings.colour is not an engine setting"),

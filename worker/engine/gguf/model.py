@@ -2,6 +2,7 @@
 
 from __future__ import annotations  # llama_cpp names its handle types for type checkers only
 
+import contextlib
 import ctypes
 import os
 from collections.abc import Callable, Sequence
@@ -119,33 +120,35 @@ class GgufModel:
         generates = self.pooling is None
         self.memory = GgufMemory(files.weights, self.metadata)
         self.placement = self._planner.plan_weights(self.memory, settings)
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._planner.release_weights, self.memory)
             self.handle = _load(files.weights, settings, self.placement.gpu_layers, progress)
-        except BaseException:
-            self._planner.release_weights(self.memory)
-            raise
-        if problem := _unsupported_kind(self.handle, generates=generates):
-            llama.llama_model_free(self.handle)
-            self._planner.release_weights(self.memory)
-            raise ModelError(f"{files.weights}: {problem}")
+            undo.callback(llama.llama_model_free, self.handle)
+            if problem := _unsupported_kind(self.handle, generates=generates):
+                raise ModelError(f"{files.weights}: {problem}")
+            self._describe_texts(generates=generates)
+            self._held = model_files.hold_weights(files.weights)
+            undo.pop_all()
+        self._adapters: LoadedModels[LlamaAdapter] = LoadedModels()
+        self._gpus = backend.computing_gpus(backend.gpus(), settings, self.placement.gpu_layers)
+        """The addresses of the GPUs that compute it, by name."""
+
+    def __repr__(self) -> str:
+        return f"<GgufModel {self.files.weights}>"
+
+    def _describe_texts(self, *, generates: bool) -> None:
+        """Makes the tokenizer, and finds out what state sequences have and how the model's answers are written."""
         self.has_partial_state = generates and context.has_partial_state(self.handle)
         vocab = llama.llama_model_get_vocab(self.handle)
         assert vocab is not None
         self.tokenizer = GgufTokenizer(vocab, self.metadata)
-        pretrained = model_tokenizer.read_tokenizer_json(files.sidecars.get("tokenizer.json"))
+        pretrained = model_tokenizer.read_tokenizer_json(self.files.sidecars.get("tokenizer.json"))
         agreeing = None
         if generates or self.tokenizer.recurses:
             agreeing = gguf_bundle.build(self.metadata, self.tokenizer, pretrained)
         self.tokenizer.encode_long_with(agreeing)
         self.bundle = agreeing if generates else None
         self.chat_format = features.infer_chat_format(self.tokenizer.rules)
-        self._adapters: LoadedModels[LlamaAdapter] = LoadedModels()
-        self._held = model_files.hold_weights(files.weights)
-        self._gpus = backend.computing_gpus(backend.gpus(), settings, self.placement.gpu_layers)
-        """The addresses of the GPUs that compute it, by name."""
-
-    def __repr__(self) -> str:
-        return f"<GgufModel {self.files.weights}>"
 
     def describe(
         self, settings: EngineSettings, context_length: int, features: tuple[str, ...]

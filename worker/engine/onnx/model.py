@@ -193,6 +193,16 @@ class OnnxModel:
         self._planner = planner
         self.memory = OnnxMemory(files.weights, model, self.graph, self.model_config, device)
         self.placement = planner.plan_weights(self.memory, settings)
+        try:
+            self._open(model, settings)
+        except BaseException:
+            planner.release_weights(self.memory)
+            raise
+
+    def __repr__(self) -> str:
+        return f"<OnnxModel {self.files.weights}>"
+
+    def _open(self, model: onnx.ModelProto, settings: EngineSettings) -> None:
         generates = self.graph.logits is not None
         self.projections = lora.find_projections(model, self.graph.kv_width) if generates else ()
         self.adapters: LoadedModels[OnnxAdapter] = LoadedModels()
@@ -202,19 +212,12 @@ class OnnxModel:
         """Whether the graph has inputs for adapters."""
         self._opening = threading.Lock()
         last_logits_only = self._edit(model)
-        try:
-            session = Session(model, files.weights, settings, device)
-        except BaseException:
-            planner.release_weights(self.memory)
-            raise
+        session = Session(model, self.files.weights, settings, self.device)
         self.graph_runner = GraphRunner(self.graph, session, self.tokenizer.size, last_logits_only=last_logits_only)
         structlog.get_logger().info(
-            "onnx_loaded", provider=device.kind, gqa=self.graph.uses_gqa, last_logits_only=last_logits_only
+            "onnx_loaded", provider=self.device.kind, gqa=self.graph.uses_gqa, last_logits_only=last_logits_only
         )
-        self._held = model_files.hold_weights(files.weights)
-
-    def __repr__(self) -> str:
-        return f"<OnnxModel {self.files.weights}>"
+        self._held = model_files.hold_weights(self.files.weights)
 
     def describe(
         self, settings: EngineSettings, size: CacheSize, features: tuple[str, ...], embedder: Embedder | None

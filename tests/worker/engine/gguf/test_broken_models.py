@@ -17,6 +17,7 @@ from tokenbus.worker.contract.engine_errors import ModelError
 from tokenbus.worker.contract.engine_settings import EngineSettings
 from tokenbus.worker.engine.gguf import backend, context, settings_resolution
 from tokenbus.worker.engine.gguf.model import GgufModel
+from tokenbus.worker.engine.memory.planner import MemoryPlanner
 from tokenbus.worker.engine_client.client import EngineClient
 from tokenbus.worker.engine_client.engine_process import EngineLink, EngineProcess
 from tokenbus.worker.engine_client.listener import EngineListener
@@ -94,3 +95,20 @@ def test_a_cache_type_that_does_not_fit_the_model_s_heads_is_refused_with_advice
     with pytest.raises(ModelError, match=r"block size 32 does not divide .* pass f16"):
         gguf_runner(EngineSettings(model=str(path), threads=1, **{setting: "q8_0"}))
     gguf_runner(EngineSettings(model=str(path), threads=1, **{setting: "f16"})).close()
+
+
+@pytest.mark.parametrize("fails", ["GgufTokenizer", "gguf_bundle.build", "model_files.hold_weights"])
+def test_a_load_that_fails_once_the_weights_are_there_frees_them(monkeypatch: pytest.MonkeyPatch, fails: str) -> None:
+    freed: list[object] = []
+    free, planner = llama.llama_model_free, MemoryPlanner()
+
+    def fail(*_: object) -> None:
+        raise KeyError("a bug")
+
+    monkeypatch.setattr(llama, "llama_model_free", lambda handle: (freed.append(handle), free(handle)))
+    monkeypatch.setattr(planner, "release_weights", freed.append)
+    monkeypatch.setattr(f"tokenbus.worker.engine.gguf.model.{fails}", fail)
+    backend.init()
+    with pytest.raises(KeyError):
+        GgufModel(GgufLayout().find(Path(DEMO.model)), DEMO, lambda share: None, planner)
+    assert len(freed) == 2
