@@ -17,6 +17,8 @@ from tokenbus.worker.engine.gguf import model_facts as gguf_facts
 from tokenbus.worker.engine.host_cache import slot_store
 from tokenbus.worker.engine.memory import fit
 from tokenbus.worker.engine.memory.fit import MemoryNeed, ModelFacts, Sizes, estimate
+from tokenbus.worker.engine.onnx import model_facts as onnx_facts
+from tokenbus.worker.engine.onnx.model_facts import OnnxFacts
 from tokenbus.worker.files import device_memory, gguf_metadata, model_config
 from tokenbus.worker.files.layouts import SAFETENSORS_SUFFIX
 from tokenbus.worker.files.model_files import Layout, ModelFiles, is_hub_name
@@ -47,22 +49,15 @@ def read_facts(settings: EngineSettings, progress: Callable[[float], None]) -> M
     config = model_config.read_sizes(files.sidecars.get("config.json"), model_config.ModelSizes)
     weight_bytes = _size(files, layouts)
     if engine == "onnx":
-        facts = _of_config(config, weight_bytes + files.weights.stat().st_size, _F32_BYTES, num_seqs)
-        named = model_config.read_onnx_config(files.sidecars)
-        facts = facts._replace(
-            copies_lanes=True, heads=named.num_heads, trained_context=named.context_length or 0, width=named.width
-        )
-        if _keeps_cache_in_place(files.weights):
-            return facts._replace(score_copies=1, max_score_bytes=fit.GQA_SCORE_BYTES)
-        return facts._replace(
-            kv_bytes_per_token=2 * facts.kv_bytes_per_token,
-            trained_context=min(facts.trained_context or named.sliding_window or 0, named.sliding_window or 1 << 30),
-            padding_tokens=fit.PADDING_TOKENS,
-            score_copies=fit.SCORE_COPIES,
-            max_score_bytes=fit.MAX_SCORE_BYTES,
-        )
-    weight_bytes = int(weight_bytes * _bits_of(settings.quantize or "f16") / config.weight_bits)
-    return _of_config(config, weight_bytes, _F16_BYTES, num_seqs + gguf_facts.OTHER_ROWS)
+        return _onnx_facts(files, config, weight_bytes, settings)
+    return ModelFacts(
+        weight_bytes=int(weight_bytes * _bits_of(settings.quantize or "f16") / config.weight_bits),
+        kv_bytes_per_token=2 * config.num_hidden_layers * config.kv_heads * config.head_size * _F16_BYTES,
+        trained_context=config.trained_context,
+        width=config.hidden_size,
+        vocab_size=config.vocab_size,
+        rows=num_seqs + gguf_facts.OTHER_ROWS,
+    )
 
 
 def weight_bytes(settings: EngineSettings) -> int:
@@ -77,15 +72,21 @@ def weight_bytes(settings: EngineSettings) -> int:
         return 0
 
 
-def _of_config(config: model_config.ModelSizes, weight_bytes: int, value_bytes: int, rows: int) -> ModelFacts:
-    return ModelFacts(
-        weight_bytes=weight_bytes,
-        kv_bytes_per_token=2 * config.num_hidden_layers * config.kv_heads * config.head_size * value_bytes,
-        trained_context=config.trained_context,
-        width=config.hidden_size,
+def _onnx_facts(
+    files: ModelFiles, config: model_config.ModelSizes, file_bytes: int, settings: EngineSettings
+) -> ModelFacts:
+    """Returns the facts of a model that generates on a CPU, in 32 bits, since its graph is not read."""
+    named, own = model_config.read_onnx_config(files.sidecars), files.weights.stat().st_size
+    kv_heads, head_width = named.head_sizes.kv_heads or 0, named.head_sizes.head_width or 0
+    known = OnnxFacts(
+        config=named,
+        uses_gqa=_keeps_cache_in_place(files.weights),
+        generates=True,
+        token_bytes=2 * config.num_hidden_layers * kv_heads * head_width * _F32_BYTES,
         vocab_size=config.vocab_size,
-        rows=rows,
+        on_cpu=True,
     )
+    return known.read(settings, onnx_facts.weight_bytes(own, file_bytes - own))
 
 
 def _size(files: ModelFiles, layouts: Sequence[Layout]) -> int:

@@ -10,6 +10,10 @@ from tokenbus import demo
 from tokenbus.worker.contract.engine_errors import ModelError
 from tokenbus.worker.contract.engine_settings import EngineSettings
 from tokenbus.worker.engine.memory.fit import ModelFacts
+from tokenbus.worker.engine.onnx import graph
+from tokenbus.worker.engine.onnx.device import Device
+from tokenbus.worker.engine.onnx.model import OnnxMemory
+from tokenbus.worker.files.model_config import read_onnx_config
 from tokenbus.worker.on_demand import model_sizes
 
 
@@ -58,3 +62,17 @@ def test_the_facts_of_an_onnx_model_say_how_its_attention_keeps_the_cache() -> N
     assert (plain.padding_tokens, gqa.padding_tokens) == (4_096, 0)
     assert plain.copies_lanes
     assert gqa.copies_lanes
+
+
+@pytest.mark.parametrize("attention", ["plain", "gqa"])
+@pytest.mark.parametrize(
+    "changes", [{}, {"max_num_seqs": 3, "pooling": "none"}, {"kv_pool_bytes": 1 << 26, "kv_limit_bytes": 1 << 25}]
+)
+def test_a_frontend_counts_for_an_onnx_model_what_its_engine_does(attention: str, changes: dict[str, object]) -> None:
+    folder = demo.ONNX_PATH if attention == "plain" else gqa_demo()
+    asked = settings(folder, engine="onnx", **changes)
+    weights = next(folder.rglob("*.onnx"))
+    model = graph.load(weights)
+    config = read_onnx_config({"config.json": folder / "config.json"})
+    engine = OnnxMemory(weights, model, graph.read(model, "demo"), config, Device("cpu"))
+    assert facts_of(asked) == engine.facts(asked)._replace(weight_bytes=engine.weight_bytes)

@@ -14,7 +14,8 @@ from tokenbus.worker.engine.device.pooling import PoolingRunner
 from tokenbus.worker.engine.device.runner import BatchLimits, WholePass
 from tokenbus.worker.engine.onnx.graph import Array
 from tokenbus.worker.engine.onnx.model import OnnxModel
-from tokenbus.worker.engine.onnx.settings_resolution import DEFAULT_INPUT, CacheSize
+from tokenbus.worker.engine.onnx.model_facts import DEFAULT_INPUT
+from tokenbus.worker.engine.onnx.settings_resolution import CacheSize
 from tokenbus.worker.files.model_config import pooling_mode
 
 _CLOSE = 1e-2

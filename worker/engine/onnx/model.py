@@ -18,24 +18,15 @@ from tokenbus.worker.contract.engine_settings import EngineSettings
 from tokenbus.worker.engine.device import features
 from tokenbus.worker.engine.device.loaded_models import LoadedModels
 from tokenbus.worker.engine.device.runner import Embedder
-from tokenbus.worker.engine.memory.fit import (
-    GQA_SCORE_BYTES,
-    MAX_SCORE_BYTES,
-    PADDING_TOKENS,
-    SCORE_COPIES,
-    DevicePlacement,
-    MemoryNeed,
-    ModelFacts,
-    Room,
-)
+from tokenbus.worker.engine.memory.fit import MAX_SCORE_BYTES, DevicePlacement, MemoryNeed, ModelFacts, Room
 from tokenbus.worker.engine.memory.planner import MemoryPlanner
-from tokenbus.worker.engine.onnx import device, graph, lora, settings_resolution
+from tokenbus.worker.engine.onnx import device, graph, lora, model_facts, settings_resolution
 from tokenbus.worker.engine.onnx.device import Device
 from tokenbus.worker.engine.onnx.graph import Graph, external_files
 from tokenbus.worker.engine.onnx.lora import OnnxAdapter, no_adapters
+from tokenbus.worker.engine.onnx.model_facts import OnnxFacts
 from tokenbus.worker.engine.onnx.session import GraphRunner, Session
 from tokenbus.worker.engine.onnx.settings_resolution import CacheSize
-from tokenbus.worker.engine.settings_resolution import AUTO
 from tokenbus.worker.files import model_config, model_files
 from tokenbus.worker.files.device_memory import DeviceMemory
 from tokenbus.worker.files.model_config import OnnxModelConfig
@@ -43,14 +34,6 @@ from tokenbus.worker.files.model_files import ModelFiles, source_name
 from tokenbus.worker.files.regular import open_regular
 from tokenbus.worker.tokenizers.onnx_tokenizer import OnnxTokenizer
 
-_OWN_FILE_COPIES = 2
-_OWN_FILE_LOADING_COPIES = 4
-"""The copies in memory of weights in the graph's own file, once they are loaded and before: onnxruntime keeps what it
-has read, and arranges weights for its kernels."""
-SCORED_ROWS = 64
-"""Rows of logits that a run computes where the log probabilities of a prompt are wanted."""
-_MAX_EMBED_TOKENS = 2_048
-_UNKNOWN_HEADS = 16
 _SAMPLES = 64
 _SAMPLE_BYTES = 4_096
 
@@ -72,68 +55,30 @@ class OnnxMemory:
         own = weights.stat().st_size
         beside = sum((weights.parent / name).stat().st_size for name in set(external_files(model)))
         self.part = f"weights of {os.path.realpath(weights)}"
-        self.weight_bytes = beside + _OWN_FILE_COPIES * own
-        self.loading_bytes = beside + _OWN_FILE_LOADING_COPIES * own
-        self._graph = graph
-        self._config = config
+        self.weight_bytes = model_facts.weight_bytes(own, beside)
+        self.loading_bytes = model_facts.loading_bytes(own, beside)
+        self.known = OnnxFacts(
+            config=config,
+            uses_gqa=graph.uses_gqa,
+            generates=graph.logits is not None,
+            token_bytes=graph.bytes_per_token,
+            vocab_size=graph.vocab_size or 0,
+            on_cpu=on.kind == "cpu",
+        )
+        self._num_layers = len(graph.kv) // 2
         self._device = on
 
     def __repr__(self) -> str:
         return f"<OnnxMemory, {self.part}>"
 
-    @property
-    def bytes_per_token(self) -> int:
-        """The bytes of a token's keys and values. A run of plain attention reads one copy and writes another."""
-        return self._graph.bytes_per_token * (1 if self._graph.uses_gqa else 2)
-
-    @property
-    def trained_context(self) -> int:
-        """The tokens that one sequence may have; 0 if the files don't say.
-
-        A plain graph applies its window to columns, including padding, so a row must not be longer than the window."""
-        trained, window = self._config.context_length or 0, self._config.sliding_window
-        if self._graph.uses_gqa or window is None:
-            return trained
-        return min(trained or window, window)
-
-    @property
-    def num_heads(self) -> int:
-        return self._config.num_heads or _UNKNOWN_HEADS
-
-    def padding_tokens(self, settings: EngineSettings) -> int:
-        """Returns the most tokens of padding in a batch; 0 if rows have none."""
-        if self._graph.uses_gqa or self._graph.logits is None:
-            return 0
-        asked = settings.onnx.max_paddings
-        return PADDING_TOKENS if asked == AUTO else asked
-
     def max_run_tokens(self, num_columns: int) -> int:
         """Returns the most tokens of a prompt that a run computes, whose last one attends to that many."""
-        if self._graph.uses_gqa:
+        if self.known.uses_gqa:
             return 1 << 30
-        return max(1, MAX_SCORE_BYTES // (4 * self.num_heads * num_columns))
+        return max(1, MAX_SCORE_BYTES // (4 * self.known.num_heads * num_columns))
 
     def facts(self, settings: EngineSettings) -> ModelFacts:
-        generates = self._graph.logits is not None
-        num_seqs = settings.max_num_seqs if settings.max_num_seqs > 0 else 16
-        embeds = generates and settings.pooling != "none"
-        return ModelFacts(
-            weight_bytes=0,
-            kv_bytes_per_token=self.bytes_per_token if generates else 0,
-            trained_context=self.trained_context or (0 if generates else settings_resolution.DEFAULT_INPUT),
-            width=self._config.width or self.num_heads * 64,
-            vocab_size=self._graph.vocab_size or 0,
-            rows=num_seqs + (SCORED_ROWS if generates else 0),
-            kv_tokens=self._pool_tokens(settings) if generates else 0,
-            heads=self.num_heads,
-            embed_tokens=embed_tokens(settings, self.trained_context) if embeds else 0,
-            pools=not generates,
-            copies_lanes=generates and settings_resolution.has_own_rows(settings, self._device),
-            padding_tokens=self.padding_tokens(settings),
-            batch_tokens=settings.max_num_batched_tokens,
-            score_copies=1 if self._graph.uses_gqa else SCORE_COPIES,
-            max_score_bytes=GQA_SCORE_BYTES if self._graph.uses_gqa else MAX_SCORE_BYTES if generates else 0,
-        )
+        return self.known.read(settings)
 
     def gpus(self, settings: EngineSettings) -> Sequence[DeviceMemory]:
         found = device.memory(self._device) if self._device.kind != "cpu" else None
@@ -141,27 +86,17 @@ class OnnxMemory:
 
     def place(self, facts: ModelFacts, settings: EngineSettings, gpu: Room, num_gpus: int) -> DevicePlacement:
         """A graph is on one device as a whole."""
-        return DevicePlacement(len(self._graph.kv) // 2 + 1, facts.weight_bytes, 1.0, num_gpus)
+        return DevicePlacement(self._num_layers + 1, facts.weight_bytes, 1.0, num_gpus)
 
     def sized(self, settings: EngineSettings, need: MemoryNeed, placement: DevicePlacement) -> EngineSettings:
         if settings.kv_pool_bytes:  # which decides how many rows there are
             return settings
         length = settings.context_length or need.context_length
-        if self._graph.logits is None:
+        if not self.known.generates:
             return msgspec.structs.replace(settings, context_length=length)
         if not settings.context_length and self._device.kind != "cpu":
             length = settings_resolution.short_enough(length, need.kv_tokens)
         return msgspec.structs.replace(settings, context_length=length, kv_tokens=need.kv_tokens)
-
-    def _pool_tokens(self, settings: EngineSettings) -> int:
-        """Returns the tokens of KV memory that are this replica's share of a pool; 0 without one."""
-        limit = settings.kv_limit_bytes or settings.kv_pool_bytes
-        return limit // self.bytes_per_token if settings.kv_pool_bytes else 0
-
-
-def embed_tokens(settings: EngineSettings, context_length: int) -> int:
-    """Returns the most tokens of an input that a generating model embeds."""
-    return settings.max_embed_tokens or min(context_length or _MAX_EMBED_TOKENS, _MAX_EMBED_TOKENS)
 
 
 class OnnxModelKey(NamedTuple):
@@ -242,7 +177,7 @@ class OnnxModel:
             pid=os.getpid(),
             files=self.files.to_paths(),
             devices=(device.describe(self.device),),
-            kv_bytes=size.kv_tokens * self.memory.bytes_per_token,
+            kv_bytes=size.kv_tokens * self.memory.known.bytes_per_token,
             embeddings=None if embedder is None else embedder.describe(),
             chat_format=self.chat_format,
         )

@@ -25,7 +25,8 @@ from tokenbus.worker.engine.onnx.adapters import ReplicaAdapters
 from tokenbus.worker.engine.onnx.dynamic_cache import DynamicCache
 from tokenbus.worker.engine.onnx.graph import Array
 from tokenbus.worker.engine.onnx.kv_cache import DecodeGroup, DecodeResult, KvCache, LaneLengths, OwnLanes
-from tokenbus.worker.engine.onnx.model import SCORED_ROWS, OnnxModel, embed_tokens, model_key
+from tokenbus.worker.engine.onnx.model import OnnxModel, model_key
+from tokenbus.worker.engine.onnx.model_facts import SCORED_ROWS, embed_tokens
 from tokenbus.worker.engine.onnx.session import NO_ADAPTERS, AdapterInputs
 from tokenbus.worker.engine.onnx.settings_resolution import CacheSize
 from tokenbus.worker.engine.onnx.static_cache import StaticCache
@@ -100,18 +101,18 @@ class OnnxRunner(GeneratingRunner):
         self.bundle: bytes | None = model.tokenizer.bundle
         self._min_free_bytes = settings.onnx.min_free_mib << 20
         limits = settings_resolution.CacheLimits(
-            model.memory.trained_context or None,
-            model.memory.bytes_per_token,
+            model.memory.known.trained_context or None,
+            model.memory.known.bytes_per_token,
             settings.kv_pool_bytes if model.device.kind == "cpu" else 0,
-            model.memory.padding_tokens(settings),
-            settings_resolution.has_own_rows(settings, model.device),
+            model.memory.known.padding_tokens(settings),
+            model.memory.known.has_own_rows(settings),
         )
         size = settings_resolution.size_cache(settings, model.generation_config, limits)
         self.num_lanes = size.num_rows
         self.canary: Listing[int] = probe.canary(self._tokenizer.size)
         self._lanes = LaneLengths(size.num_rows)
         self._cache = self._make_cache(settings, size)
-        most_tokens = size.kv_tokens + model.memory.padding_tokens(settings)
+        most_tokens = size.kv_tokens + model.memory.known.padding_tokens(settings)
         self.own_lanes = OwnLanes(self._cache, self._lanes, most_tokens, size.context_length)
         self._missing: dict[str, str] = {}
         self.embedder = self._make_embedder(settings, size)
@@ -126,7 +127,7 @@ class OnnxRunner(GeneratingRunner):
             host_kv_blocks=0 if self.copies is None else self.copies.layout.num_slots,
             writes_through=True,
             idle_blocks_cost=False,
-            kv_lane_bytes=size.context_length * model.memory.bytes_per_token if model.device.kind == "cpu" else 0,
+            kv_lane_bytes=size.context_length * model.memory.known.bytes_per_token if model.device.kind == "cpu" else 0,
             missing=self._missing,
         )
 
@@ -274,7 +275,7 @@ class OnnxRunner(GeneratingRunner):
         try:
             memory = static_cache.allocate_rows(self._model.graph.kv, num_rows, context_length, self._model.device)
         except Exception as error:  # without room on a GPU, onnxruntime raises its own class
-            size = num_rows * context_length * self._model.memory.bytes_per_token
+            size = num_rows * context_length * self._model.memory.known.bytes_per_token
             raise ModelError(
                 f"there is no memory for a cache of {size} bytes: pass a smaller --context-length or --max-num-seqs"
             ) from error

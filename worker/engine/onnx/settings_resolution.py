@@ -6,14 +6,12 @@ from typing import NamedTuple
 from tokenbus.worker.contract.engine_errors import ModelError
 from tokenbus.worker.contract.engine_settings import CHOICES, EngineSettings
 from tokenbus.worker.engine.memory import fit
-from tokenbus.worker.engine.onnx.device import EXECUTION_PROVIDERS, Device, named
+from tokenbus.worker.engine.onnx.device import EXECUTION_PROVIDERS, named
 from tokenbus.worker.engine.settings_resolution import AUTO, SettingRule, common_rules, require, resolve
 from tokenbus.worker.files.model_config import GenerationConfig
 
 _SHORT_CONTEXT = 4_096
 """The default context of rows that are a fixed part of memory, if the model was made for that much."""
-DEFAULT_INPUT = 512
-"""The longest input of an encoder whose files don't say how long it may be."""
 MAX_ROWS = 256
 _LEAST_ROWS = 4
 """If rows are a fixed part of memory, a context is chosen of which there are at least this many."""
@@ -127,12 +125,6 @@ def size_cache(settings: EngineSettings, generation_config: GenerationConfig, li
     num_seqs = min(resolved.max_num_seqs, fits)
     num_rows = min(fits, _num_rows(num_seqs))
     return CacheSize(block_size, context, num_seqs, num_rows, num_rows * context)
-
-
-def has_own_rows(settings: EngineSettings, device: Device) -> bool:
-    """Whether rows take memory only for the tokens that they hold, and no other replica uses it: not on a GPU, to whose
-    memory graphs are bound."""
-    return device.kind == "cpu" and not settings.kv_pool_bytes
 
 
 def short_enough(length: int, kv_tokens: int) -> int:
