@@ -19,7 +19,12 @@ from tokenbus.worker.contract.engine_errors import ModelError, ModelTooLargeErro
 from tokenbus.worker.contract.engine_request import Sampling
 from tokenbus.worker.contract.engine_settings import EngineSettings
 from tokenbus.worker.engine.process import ipc
-from tokenbus.worker.engine_client.engine_process import EngineConnection, EngineDiedError, EngineProcess
+from tokenbus.worker.engine_client.engine_process import (
+    DeviceFailedError,
+    EngineConnection,
+    EngineDiedError,
+    EngineProcess,
+)
 from tokenbus.worker.files.regular import on_thread
 
 STEP_TIMEOUT_S = 600.0
@@ -90,6 +95,7 @@ async def try_out(settings: EngineSettings, variables: Mapping[str, str]) -> Non
         if not stepped.done():
             stepped.set_result(False)
 
+    connection: EngineConnection | None = None
     try:
         link = await process.open(_small(settings))
         connection = EngineConnection(link, take, lost)
@@ -99,11 +105,14 @@ async def try_out(settings: EngineSettings, variables: Mapping[str, str]) -> Non
             connection.write(ipc.encode(add))
             async with asyncio.timeout(STEP_TIMEOUT_S):
                 if not await stepped:
-                    raise EngineDiedError(await connection.close())
+                    raise EngineDiedError("the engine process ended in a step")
     except ModelTooLargeError:
         return
+    except DeviceFailedError as error:
+        raise ModelError(str(error)) from error
     except EngineDiedError as error:
-        raise ModelError(f"the engine ended while it loaded the model or computed its first step: {error}") from error
+        how = str(error) if connection is None else await connection.close()
+        raise ModelError(f"the engine ended while it loaded the model or computed its first step: {how}") from error
     except TimeoutError as error:
         raise ModelError(f"the model has computed nothing within {STEP_TIMEOUT_S:g} s") from error
     finally:

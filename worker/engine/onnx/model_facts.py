@@ -27,7 +27,7 @@ _UNKNOWN_HEADS = 16
 
 
 class OnnxFacts(NamedTuple):
-    """What is known of a model."""
+    """A model, as far as its files say."""
 
     config: OnnxModelConfig
     uses_gqa: bool

@@ -34,6 +34,8 @@ from tokenbus.worker.engine.scheduling.lanes import LaneShare
 from tokenbus.worker.files import device_memory
 
 TRIAL = "trial"
+_GPU_DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dri")
+"""Drivers of GPUs map memory for their own purposes; it was not tried whether they work within a limit."""
 EXIT_DEVICE_FAILED = 3
 """The exit status that tells the frontend that the device is at fault, not a model."""
 EXIT_BUG = 1
@@ -216,7 +218,8 @@ def main() -> None:
     logs.configure("engine")
     if TRIAL in sys.argv[2:]:
         memory.end_first()
-        memory.limit_own(device_memory.free_host_bytes() // 8 * 7)
+        if not any(map(os.path.exists, _GPU_DRIVERS)):
+            memory.limit_own(device_memory.free_host_bytes() // 8 * 7)
     ReplicaServer(socket.socket(fileno=int(sys.argv[1]))).run()
     os._exit(0)  # at once, even in the middle of a step: the frontend is gone
 
