@@ -52,8 +52,9 @@ check: $(READY) ## linters, types and laws
 conformance: $(READY) ## third-party test suites and clients
 	$(BIN)/python -m tests.third_party $(ARGS)
 
-# The long form of the hostile tests, with a report at the end: 20,000 messages, 60 Ctrl-Cs, 50 forged cards and runs, and
-# brokers that fail in every way, alone and in a cluster.
+# The long form of the hostile tests, with a report at the end: 20,000 messages, 60 Ctrl-Cs, 50 forged cards and runs,
+# brokers that fail in every way, alone and in a cluster, and 2,648 models with a mistake in a file. TOKENBUS_MUTANTS_OF
+# names a GGUF of which mutants are made instead of the demo model.
 hostile: $(READY) ## long hostile tests
 	TOKENBUS_HOSTILE=long $(BIN)/pytest -q tests/hostile tests/worker/engine/constraints/test_hostile.py $(ARGS)
 

@@ -3,6 +3,7 @@ their KV budget."""
 
 import asyncio
 import contextlib
+import dataclasses
 import os
 import secrets
 import socket
@@ -27,7 +28,14 @@ from tokenbus.worker.models import registry
 from tokenbus.worker.on_demand import model_sizes
 from tokenbus.worker.on_demand.models import OnDemandModels, OnDemandReplica
 from tokenbus.worker.replica.replica import Replica
-from tokenbus.worker.settings.load_requests import engine_settings, name_on_hub, refusal, served_name
+from tokenbus.worker.settings.load_requests import (
+    asked_name,
+    default_name,
+    engine_settings,
+    fetch,
+    name_on_hub,
+    refusal,
+)
 from tokenbus.worker.settings.settings import ModelToServe, OnProgress, WorkerSettings
 from tokenbus.worker.telemetry import vllm_metric_aliases
 from tokenbus.worker.telemetry.metrics import WorkerMetrics
@@ -170,44 +178,45 @@ class WorkerProcess:
 
     def load(self, control: internal.Control, on_progress: OnProgress) -> None:
         """Loads a model alongside the others and reports progress until it serves; or only fetches it."""
-
-        def failed(_: Exception) -> None:
-            on_progress(internal.ControlReply(ok=False, error=errors.make_error(errors.Code.INTERNAL)))
-
-        running = self._pulls if control.op == "pull" else self._loads
-        task = tasks.background("load", self._carry_out(control, on_progress), failed)
-        running.add(task)
-        task.add_done_callback(running.discard)
-
-    async def _carry_out(self, control: internal.Control, on_progress: OnProgress) -> None:
         try:
-            work = await self._requested(control, on_progress)
+            work, num_replicas = self._requested(control, on_progress)
         except errors.RequestError as error:
             on_progress(internal.ControlReply(ok=False, error=error.error))
             return
         on_progress(internal.ControlReply(ok=True, progress=0.0))
-        await work
 
-    async def _requested(self, control: internal.Control, on_progress: OnProgress) -> Coroutine[Any, Any, None]:
-        """Returns what a message asks for. Raises RequestError if it is not allowed."""
+        def failed(_: Exception) -> None:
+            on_progress(internal.ControlReply(ok=False, error=errors.make_error(errors.Code.INTERNAL)))
+
+        task = tasks.background("load", work, failed)
+        if control.op == "pull":
+            self._pulls.add(task)
+            task.add_done_callback(self._pulls.discard)
+        else:
+            self._loads[task] = num_replicas
+            task.add_done_callback(self._loads.pop)
+
+    def _requested(self, control: internal.Control, on_progress: OnProgress) -> tuple[Coroutine[Any, Any, None], int]:
+        """Returns what a message asks for, and how many replicas that adds. Raises RequestError if it is not
+        allowed."""
         assert control.model is not None
         if control.op == "pull":
-            return self._pull(await name_on_hub(control.model, len(self._pulls) - 1), on_progress)
-        if len(self._loads) > _MAX_REPLICAS:
+            return self._pull(name_on_hub(control.model, len(self._pulls)), on_progress), 0
+        if len(self._loads) >= _MAX_REPLICAS:
             raise errors.request_error(errors.Code.OVERLOADED, f"{_MAX_REPLICAS} models are being loaded")
         if control.served_name is None and (worker_id := self._on_demand.worker_of(control.model)):
-            return self._load_on_demand(control.model, worker_id, on_progress)
-        return self._load(await self._requested_model(control), on_progress)
+            return self._load_on_demand(control.model, worker_id, on_progress), 0
+        return self._load(self._requested_model(control), on_progress), control.replicas
 
-    async def _requested_model(self, control: internal.Control) -> ModelToServe:
+    def _requested_model(self, control: internal.Control) -> ModelToServe:
         """Returns the model that a `load` message requests. Raises RequestError if it is invalid."""
         assert control.model is not None
-        taken = len(self._replicas) + len(self._loads) - 1  # which counts this one
+        taken = len(self._replicas) + sum(self._loads.values())
         if not 1 <= control.replicas <= _MAX_REPLICAS - taken:
             allowed = f"replicas must be 1 to {_MAX_REPLICAS - taken} in addition to the existing {taken}"
             raise errors.request_error(errors.Code.INVALID_REQUEST, allowed, param="replicas")
         return ModelToServe(
-            served_name=await served_name(control.model, control.served_name),
+            served_name=asked_name(control.model, control.served_name),
             engine=engine_settings(self._settings.models[0].engine, control),
             replicas=control.replicas,
         )
@@ -258,7 +267,7 @@ class WorkerProcess:
                 raise ModelError("the worker stops")
 
         layouts = registry.layouts(registry.engine_of(name, self._settings.models[0].engine.engine))
-        fetching = tasks.awaited(asyncio.to_thread(registry.find_as, name, layouts, note))
+        fetching = tasks.awaited(asyncio.to_thread(fetch, name, layouts, note))
         try:
             while not (await asyncio.wait([fetching], timeout=_PROGRESS_INTERVAL_S))[0]:
                 on_progress(internal.ControlReply(ok=True, progress=round(min(max(share, _LEAST_PROGRESS), 0.99), 3)))
@@ -274,9 +283,11 @@ class WorkerProcess:
     async def _load(self, model: ModelToServe, on_progress: OnProgress) -> None:
         added: list[Replica] = []
         try:
+            if not model.served_name:
+                model = dataclasses.replace(model, served_name=await default_name(model.engine.model))
             note = partial(on_progress, internal.ControlReply(ok=True, progress=_LEAST_PROGRESS))
             await self._trials.run(self._on_demand.sized(model), note)
-        except ModelError as error:
+        except (ModelError, errors.RequestError) as error:
             on_progress(internal.ControlReply(ok=False, error=refusal(error)))
             return
         async with self._starting:

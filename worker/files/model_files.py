@@ -31,10 +31,14 @@ SIDECARS = ("generation_config.json", "config.json", "metadata.json", "tokenizer
 """Small files next to the weights that say how the model is meant to be used."""
 
 
+def has_hub_form(model: str) -> bool:
+    """Whether the name has the form of that of a repository on the Hub. A path may have it too."""
+    return _HUB_NAME.fullmatch(model) is not None and not model.lower().endswith(_WEIGHTS_SUFFIXES)
+
+
 def is_hub_name(model: str) -> bool:
     """Whether the name can only refer to a repository on the Hub: it has the right form, and no such path exists."""
-    has_form = _HUB_NAME.fullmatch(model) is not None and not model.lower().endswith(_WEIGHTS_SUFFIXES)
-    return has_form and not os.path.exists(model)
+    return has_hub_form(model) and not os.path.exists(model)
 
 
 def source_name(model: str) -> str:

@@ -1,19 +1,17 @@
 """Reads messages that load a model beside others: its name, its files, and its engine's settings."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TypeVar
 
 import msgspec
 
 from tokenbus.protocol.wire import errors, internal, subjects
 from tokenbus.worker.contract.engine_errors import ModelError
 from tokenbus.worker.contract.engine_settings import EngineSettings, check_choices
-from tokenbus.worker.files.model_files import is_hub_name
+from tokenbus.worker.files.model_files import Layout, has_hub_form, is_hub_name
 from tokenbus.worker.files.regular import on_thread
 from tokenbus.worker.models import registry
 
-ResultT = TypeVar("ResultT")
 _MAX_MODEL_CHARS = 4_096
 _MAX_PULLS = 2
 """Each takes a thread of those that measure models too."""
@@ -33,12 +31,14 @@ _NOT_LOADABLE = {"model", "files", "engine", "scheduler", "onnx"} | {
 
 def refusal(error: Exception) -> errors.Error:
     """Returns what a client is told about a model that can't be loaded."""
+    if isinstance(error, errors.RequestError):
+        return error.error
     return errors.make_error(errors.Code.INVALID_REQUEST, str(error), param="model")
 
 
-async def name_on_hub(name: str, num_pulls: int) -> str:
+def name_on_hub(name: str, num_pulls: int) -> str:
     """Returns the name of a model to fetch. Raises RequestError."""
-    if len(name) > _MAX_MODEL_CHARS or not await _looked_up(name, is_hub_name):
+    if len(name) > _MAX_MODEL_CHARS or not has_hub_form(name):
         problem = "model must be a name on the Hub, such as org/repo or org/repo:Q4_K_M"
         raise errors.request_error(errors.Code.INVALID_REQUEST, problem, param="model")
     if num_pulls >= _MAX_PULLS:
@@ -46,21 +46,29 @@ async def name_on_hub(name: str, num_pulls: int) -> str:
     return name
 
 
-async def _looked_up(model: str, look: Callable[[str], ResultT]) -> ResultT:
-    """Calls a function that looks for a model's files, which may be on a mount that does not answer. Raises
-    RequestError."""
-    try:
-        return await on_thread(model, partial(look, model), lambda _: None)
-    except ModelError as error:
-        raise errors.request_error(errors.Code.INVALID_REQUEST, str(error), param="model") from error
+def fetch(name: str, layouts: Sequence[Layout], progress: Callable[[float], None]) -> None:
+    """Fetches a model from the Hub. Raises ModelError."""
+    if not is_hub_name(name):
+        raise ModelError(f"{name}: is a path on this machine, and no name on the Hub")
+    registry.find_as(name, layouts, progress)
 
 
-async def served_name(model: str, asked: str | None) -> str:
-    """Returns a loaded model's name on the wire. Raises RequestError if the model or the name is invalid."""
+def asked_name(model: str, asked: str | None) -> str:
+    """Returns the name on the wire that a message gives a model; empty if it gives none. Raises RequestError if the
+    model or the name is invalid."""
     if "\0" in model or not 0 < len(model) <= _MAX_MODEL_CHARS:
         problem = f"model must be a file, a directory or a name on the Hub of at most {_MAX_MODEL_CHARS:,} characters"
         raise errors.request_error(errors.Code.INVALID_REQUEST, problem, param="model")
-    name = await _looked_up(model, registry.served_name) if asked is None else asked
+    return "" if asked is None else _checked(asked)
+
+
+async def default_name(model: str) -> str:
+    """Returns the name of a model that was given none. It takes a look at the files, which may be on a mount that does
+    not answer. Raises RequestError if there is no such name, and ModelError."""
+    return _checked(await on_thread(model, partial(registry.served_name, model), lambda _: None))
+
+
+def _checked(name: str) -> str:
     try:
         subjects.encode_name(name)
     except ValueError as error:
