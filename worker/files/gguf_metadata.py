@@ -83,9 +83,9 @@ class Metadata(NamedTuple):
         return [item for item in value if isinstance(item, str)] if isinstance(value, list) else []
 
     def number(self, key: str) -> int:
-        """Returns an integer, or 0."""
+        """Returns a positive integer, or 0."""
         value = self.values.get(key)
-        return value if isinstance(value, int) else 0
+        return value if isinstance(value, int) and value > 0 else 0
 
     def numbers(self, key: str) -> list[float]:
         value = self.values.get(key)
@@ -221,8 +221,8 @@ class _Reader:
             shape = tuple(self._unpack(_U64) for _ in range(num_dimensions))
             found[name] = TensorInfo(shape, self._unpack(_U32), self._unpack(_U64))
         # The offsets in the table count from its end, rounded up to the alignment.
-        alignment = metadata.number("general.alignment") or _DEFAULT_ALIGNMENT
-        if alignment < 0 or alignment & (alignment - 1):
+        alignment = metadata.values.get("general.alignment") or _DEFAULT_ALIGNMENT
+        if not isinstance(alignment, int) or alignment < 0 or alignment & (alignment - 1):
             raise _CorruptError(f"an alignment of {alignment}")
         begin = -(-self._at // alignment) * alignment
         return {name: one._replace(start=begin + one.start) for name, one in found.items()}

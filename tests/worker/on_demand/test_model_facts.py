@@ -1,14 +1,17 @@
 """The facts from which the memory of a model is estimated, as its files say them."""
 
 import json
+import struct
 from pathlib import Path
 
 import pytest
 
+from tests.support import broken_models
 from tests.support.engines import gqa_demo
 from tokenbus import demo
 from tokenbus.worker.contract.engine_errors import ModelError
 from tokenbus.worker.contract.engine_settings import EngineSettings
+from tokenbus.worker.engine.gguf import model_facts as gguf_facts
 from tokenbus.worker.engine.memory.fit import ModelFacts
 from tokenbus.worker.engine.onnx import graph
 from tokenbus.worker.engine.onnx.device import Device
@@ -76,3 +79,31 @@ def test_a_frontend_counts_for_an_onnx_model_what_its_engine_does(attention: str
     config = read_onnx_config({"config.json": folder / "config.json"})
     engine = OnnxMemory(weights, model, graph.read(model, "demo"), config, Device("cpu"))
     assert facts_of(asked) == engine.facts(asked)._replace(weight_bytes=engine.weight_bytes)
+
+
+@pytest.mark.parametrize("name", ["num_hidden_layers", "hidden_size", "vocab_size", "max_position_embeddings"])
+def test_a_model_that_is_smaller_than_nothing_makes_no_room_for_others(tmp_path: Path, name: str) -> None:
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100}
+    (tmp_path / "model.safetensors").write_bytes(bytes(100))
+    (tmp_path / "config.json").write_text(json.dumps({**sizes, "max_position_embeddings": 512, name: -1_000_000}))
+    facts = facts_of(settings(tmp_path))
+    with pytest.raises(ModelError, match="less than nothing of something"):
+        model_sizes.choose_sizes(facts, settings(tmp_path), 1 << 30)
+
+
+def test_negative_numbers_of_a_gguf_are_none(tmp_path: Path) -> None:
+    path = broken_models.with_value(tmp_path / "m.gguf", "llama.attention.head_count", struct.pack("<i", -1_000_000))
+    data = bytearray(path.read_bytes())
+    at = data.index(b"llama.attention.head_count") + len("llama.attention.head_count")
+    data[at : at + 4] = struct.pack("<I", 5)  # the type of a number with a sign
+    path.write_bytes(data)
+    assert facts_of(settings(path)).kv_bytes_per_token == 0
+
+
+def test_a_layer_without_a_number_is_no_layer(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    path.write_bytes(demo.MODEL_PATH.read_bytes().replace(b"blk.0.attn_q.weight", b"blk.x.attn_q.weight"))
+    layers, _ = gguf_facts.layer_bytes(path)
+    known, _ = gguf_facts.layer_bytes(demo.MODEL_PATH)
+    assert len(layers) == len(known)
+    assert sum(layers) < sum(known)

@@ -4,6 +4,7 @@ within a budget. Needs no library."""
 import enum
 import math
 import os.path
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -35,6 +36,7 @@ too."""
 _MAX_DEFAULT_EMBED_TOKENS = 2_048
 _CACHE_TYPES = {kind.name: kind for kind in number_types.ALL}
 _F32_BYTES = 4
+_BLOCK = re.compile(r"blk\.(\d{1,6})\.", re.ASCII)
 _WINDOW_PATTERNS = {
     "afmoe": 4,
     "cohere2": 4,
@@ -111,9 +113,8 @@ def layer_bytes(weights: Path) -> tuple[list[int], int]:
     outside: dict[str, int] = {}
     for part in _parts(weights):
         for name, size in _tensor_sizes(part):
-            kind, _, rest = name.partition(".")
-            if kind == "blk":
-                number = int(rest.partition(".")[0])
+            if block := _BLOCK.match(name):
+                number = int(block[1])
                 layers[number] = layers.get(number, 0) + size
             else:
                 outside[name] = size

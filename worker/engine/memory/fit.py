@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from tokenbus.worker.contract.engine_errors import ModelTooLargeError
+from tokenbus.worker.contract.engine_errors import ModelError, ModelTooLargeError
 from tokenbus.worker.contract.engine_settings import EngineSettings
 from tokenbus.worker.engine.host_cache import slot_store
 from tokenbus.worker.files.device_memory import DeviceMemory
@@ -162,7 +162,10 @@ class MemoryNeed(NamedTuple):
 
 
 def estimate(facts: ModelFacts, settings: EngineSettings, sizes: Sizes) -> MemoryNeed:
-    """Returns the memory that a model takes with these sizes."""
+    """Returns the memory that a model takes with these sizes. Raises ModelError if its files have negative ones: less
+    than nothing would make room for others."""
+    if min(facts) < 0:
+        raise ModelError("its files say that it has less than nothing of something; fetch them again")
     batch = facts.batch_tokens or min(settings.ubatch_tokens, settings.max_num_batched_tokens)
     if facts.pools:
         batch = max(batch, sizes.context_length)
