@@ -1,5 +1,6 @@
 """The cache of conversions: each is kept under its model's fingerprint, and made once for all processes."""
 
+import contextlib
 import os
 import shutil
 import signal
@@ -108,12 +109,14 @@ def _lock(file: TextIO, progress: Callable[[float], None]) -> None:
 def _run(job: Job, progress: Callable[[float], None]) -> None:
     """Runs a conversion in a separate process, so that all of its memory is freed when it ends."""
     command = [sys.executable, "-m", "tokenbus.worker.convert.process"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=child_environment()) as process:
+    with subprocess.Popen(
+        command, bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=child_environment()
+    ) as process:
         assert process.stdin is not None
         assert process.stdout is not None
         try:
-            process.stdin.write(msgspec.json.encode(job) + b"\n")
-            process.stdin.flush()
+            with contextlib.suppress(BrokenPipeError):  # it has ended already, and how says more
+                process.stdin.write(msgspec.json.encode(job) + b"\n")
             report = ConversionReport()
             for line in process.stdout:
                 report = _reports.decode(line)
