@@ -21,9 +21,9 @@ _MALLOC = "GLIBC_TUNABLES"
 """With `hugetlb=1` glibc puts weights into huge pages, if the system leaves that to the process: a step of a model of
 0.5B parameters in F32 takes 83 ms of CPU instead of 87 to 99. A value that the user has set is kept."""
 _CLOSE_TIMEOUT_S = 5.0
-LOAD_TIMEOUT_S = 600.0
-"""An engine that loads reports how far it is. One that reports nothing for so long hangs: large weights on slow disks
-take minutes between two reports."""
+LOAD_TIMEOUT_S = 1_800.0
+"""An engine that loads reports how far it is. One that reports nothing for so long hangs: onnxruntime, which reports
+nothing, takes a quarter of an hour for 40 GB of weights on a slow disk."""
 _RECEIVE_BYTES = 256 * 1024
 
 
