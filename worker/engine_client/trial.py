@@ -27,8 +27,8 @@ from tokenbus.worker.engine_client.engine_process import (
 )
 from tokenbus.worker.files.regular import on_thread
 
-TIMEOUT_S = 600.0
-"""Time for a load to get further, and for the first step."""
+STEP_TIMEOUT_S = _LOAD_TIMEOUT_S = 600.0
+"""Time for the first step, and for a load to get further."""
 _MAX_CONTEXT_LENGTH = 512
 _PROMPT = block_hash.pack_token_ids([0, 1, 2, 3])
 
@@ -98,12 +98,12 @@ async def try_out(settings: EngineSettings, variables: Mapping[str, str]) -> Non
     connection: EngineConnection | None = None
     try:
         link = await process.open(_small(settings))
-        connection = EngineConnection(link, take, lost, TIMEOUT_S)
+        connection = EngineConnection(link, take, lost, _LOAD_TIMEOUT_S)
         config = (await connection.open()).config
         if config.max_num_seqs > 0 and config.context_length > len(_PROMPT):
             add = ipc.Add(0, _PROMPT, Sampling(max_tokens=1, ignore_eos=True))
             connection.write(ipc.encode(add))
-            async with asyncio.timeout(TIMEOUT_S):
+            async with asyncio.timeout(STEP_TIMEOUT_S):
                 if not await stepped:
                     raise EngineDiedError("the engine process ended in a step")
     except ModelTooLargeError:
@@ -114,7 +114,7 @@ async def try_out(settings: EngineSettings, variables: Mapping[str, str]) -> Non
         how = str(error) if connection is None else await connection.close()
         raise ModelError(f"the engine ended while it loaded the model or computed its first step: {how}") from error
     except TimeoutError as error:
-        raise ModelError(f"the model has computed nothing within {TIMEOUT_S:g} s") from error
+        raise ModelError(f"the model has computed nothing within {STEP_TIMEOUT_S:g} s") from error
     finally:
         stepped.cancel()
         await process.end()
