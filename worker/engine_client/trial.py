@@ -7,6 +7,7 @@ model is refused with what happened. That process may take most of the memory th
 none is left. What has been tried out is loaded a second time, from the system's file cache."""
 
 import asyncio
+import itertools
 import os
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -37,11 +38,13 @@ _MAX_TRIED = 256
 _MAX_TRYING = 4
 """Models that are tried out at the same time. One whose files are on a mount that does not answer takes a place for
 minutes, and others must not wait for it."""
-_Files = tuple[str, tuple[tuple[int, int], ...]]
+_MAX_FILES = 4_096
+_Version = tuple[str, int, int, int]
+_Files = tuple[bytes, tuple[_Version, ...]]
 
 
 class Trials:
-    """Tries models out, each once."""
+    """Tries models out, each once, unless its files or settings change or it is on the Hub."""
 
     def __init__(self, variables: Mapping[str, str]) -> None:
         """`variables` are added to the environment of the processes."""
@@ -67,18 +70,34 @@ class Trials:
             trying.cancel()
         if len(self._tried) >= _MAX_TRIED:
             self._tried.clear()
-        self._tried.add(files)
+        if files is not None:
+            self._tried.add(files)
 
     async def _try_out(self, settings: EngineSettings) -> None:
         async with self._places:
             await try_out(settings, self._variables)
 
 
-def _files_of(settings: EngineSettings) -> _Files:
-    """Names a model's files as they are now."""
-    paths = [settings.model, *settings.files.values()]
-    found = [os.stat(path) for path in paths if os.path.exists(path)]
-    return settings.model, tuple((one.st_size, one.st_mtime_ns) for one in found)
+def _files_of(settings: EngineSettings) -> _Files | None:
+    """Names a model with its settings, and all files in its folder and the folders in that, as they are now; None if
+    they are elsewhere, too many, or can't be listed."""
+    model = settings.model
+    if not os.path.exists(model):
+        return None
+    folder = model if os.path.isdir(model) else os.path.dirname(model) or "."
+    try:
+        folders = [folder, *(entry.path for entry in os.scandir(folder) if entry.is_dir())][:_MAX_FILES]
+        entries = (entry for one in folders for entry in os.scandir(one) if entry.is_file())
+        found = tuple(sorted(_version_of(entry) for entry in itertools.islice(entries, _MAX_FILES + 1)))
+    except OSError:
+        return None
+    return (msgspec.msgpack.encode(settings), found) if len(found) <= _MAX_FILES else None
+
+
+def _version_of(entry: "os.DirEntry[str]") -> _Version:
+    # the time of a file's last change can't be set, unlike that of its content
+    found = entry.stat()
+    return entry.path, found.st_ino, found.st_size, found.st_ctime_ns
 
 
 async def try_out(settings: EngineSettings, variables: Mapping[str, str]) -> None:

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tests.support import broken_models
@@ -71,3 +72,47 @@ async def test_a_trial_that_hangs_keeps_no_other_waiting(monkeypatch: pytest.Mon
     for one in stuck:
         one.cancel()
     await asyncio.gather(*stuck, return_exceptions=True)
+
+
+@pytest.mark.parametrize("named", ["folder", "file"])
+async def test_a_model_is_tried_out_once_until_any_of_its_files_or_its_settings_change(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, named: str
+) -> None:
+    tried: list[str] = []
+
+    async def note(settings: EngineSettings, variables: Mapping[str, str]) -> None:
+        tried.append(settings.model)
+
+    monkeypatch.setattr(trial, "try_out", note)
+    for name in ("model.onnx", "weights", "onnx/weights"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"right")
+    model = EngineSettings(model=str(tmp_path if named == "folder" else tmp_path / "model.onnx"))
+    trials, expected = Trials({}), 0
+
+    async def run(settings: EngineSettings = model) -> int:
+        await trials.run(settings, lambda: None)
+        return len(tried)
+
+    assert await run() == await run() == 1
+    expected = 1
+    for name in ("model.onnx", "weights", "onnx/weights"):
+        (tmp_path / name).write_bytes(b"wrong one")
+        expected += 1
+        assert await run() == await run() == expected
+    other = msgspec.structs.replace(model, pooling="none")
+    assert await run(other) == await run(other) == expected + 1
+    assert await run() == expected + 1
+
+
+async def test_a_model_that_is_on_the_hub_is_tried_out_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[str] = []
+
+    async def note(settings: EngineSettings, variables: Mapping[str, str]) -> None:
+        tried.append(settings.model)
+
+    monkeypatch.setattr(trial, "try_out", note)
+    trials = Trials({})
+    for _ in range(2):
+        await trials.run(EngineSettings(model="org/repo"), lambda: None)
+    assert len(tried) == 2
