@@ -141,12 +141,15 @@ async def try_out(settings: EngineSettings, variables: Mapping[str, str]) -> Non
 
 def _small(settings: EngineSettings) -> EngineSettings:
     """Returns settings for a replica that takes little memory beside its weights."""
-    most = settings.context_length or _MAX_CONTEXT_LENGTH
+    # without a context that was asked for, a model has its own, which may be shorter than any that is named here
+    length = min(settings.context_length, _MAX_CONTEXT_LENGTH)
+    tokens = length or _MAX_CONTEXT_LENGTH
     return msgspec.structs.replace(
         settings,
-        context_length=min(most, _MAX_CONTEXT_LENGTH),
+        context_length=length,
         max_num_seqs=1,
-        kv_tokens=0,
+        kv_tokens=max(tokens, settings.kv_block_size),
+        max_embed_tokens=min(settings.max_embed_tokens, tokens),
         kv_limit_bytes=0,
         kv_pool_bytes=0,
         kv_reserved_bytes=0,

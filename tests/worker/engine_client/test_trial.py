@@ -2,6 +2,8 @@
 other waiting."""
 
 import asyncio
+import json
+import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +13,8 @@ import pytest
 
 from tests.support import broken_models
 from tests.support.engines import DEMO
+from tests.support.models import random_encoder
+from tokenbus import demo
 from tokenbus.worker.contract.engine_errors import ModelError
 from tokenbus.worker.contract.engine_settings import EngineSettings
 from tokenbus.worker.engine_client import trial
@@ -30,6 +34,26 @@ def limits_of(folder: str) -> tuple[str, str]:
 
 async def test_a_model_that_computes_passes() -> None:
     await try_out(DEMO, {})
+
+
+@pytest.mark.parametrize(
+    "changes", [{"max_embed_tokens": 2_048}, {"kv_block_size": 1_024}, {"context_length": 64}, {"kv_tokens": 4_096}]
+)
+async def test_settings_that_are_right_for_the_model_are_for_its_trial(changes: dict[str, int]) -> None:
+    await try_out(msgspec.structs.replace(EngineSettings(model=DEMO.model, threads=1), **changes), {})
+
+
+async def test_a_model_whose_own_context_is_short_passes(tmp_path: Path) -> None:
+    folder = tmp_path / "short"
+    shutil.copytree(demo.ONNX_PATH, folder)
+    config = json.loads((folder / "config.json").read_text()) | {"max_position_embeddings": 128}
+    (folder / "config.json").write_text(json.dumps(config))
+    await try_out(EngineSettings(model=str(folder), threads=1), {})
+
+
+async def test_an_encoder_passes(tmp_path: Path) -> None:
+    random_encoder.write(tmp_path / "encoder.gguf", random_encoder.EncoderShape("bert", "mean")._replace(context=128))
+    await try_out(EngineSettings(model=str(tmp_path / "encoder.gguf"), threads=1), {})
 
 
 async def test_one_on_which_the_engine_ends_is_refused_with_its_last_words(tmp_path: Path) -> None:
