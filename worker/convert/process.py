@@ -49,7 +49,8 @@ class ConversionReport(msgspec.Struct, frozen=True):
 
 
 def _report(report: ConversionReport) -> None:
-    signal.alarm(STALL_S)
+    if signal.alarm(0):  # this process ends without reports
+        signal.alarm(STALL_S)
     sys.stdout.buffer.write(msgspec.json.encode(report) + b"\n")
     sys.stdout.buffer.flush()
 

@@ -159,7 +159,9 @@ def test_each_report_of_a_conversion_gives_it_time_for_the_next() -> None:
     script = (
         "import signal; from tokenbus.worker.convert import process\n"
         "process._report(process.ConversionReport())\n"
-        "assert 0 < signal.alarm(0) <= process.STALL_S"
+        "assert not signal.alarm(30), 'only a process for one conversion ends by itself'\n"
+        "process._report(process.ConversionReport())\n"
+        "assert 30 < signal.alarm(0) <= process.STALL_S"
     )
     subprocess.run([sys.executable, "-c", script], check=True, stdout=subprocess.DEVNULL)
 
