@@ -91,3 +91,12 @@ def test_a_header_of_any_nesting_ends_in_a_typed_error(tmp_path: Path) -> None:
     path.write_bytes(struct.pack("<Q", len(text)) + text)
     with pytest.raises(ModelError, match="its header can't be read"):
         safetensors.read([path])
+
+
+def test_a_header_longer_than_any_model_has_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", (32 << 20) + 1))
+        file.truncate(1 << 30)
+    with pytest.raises(ModelError, match="does not fit in the 32 MiB that one may have"):
+        safetensors.read([path])

@@ -411,3 +411,10 @@ def test_a_config_that_is_wrong_is_named(tmp_path: Path, name: str, document: by
     (tmp_path / f"{name}.json").write_bytes(document)
     with pytest.raises(ModelError, match=rf"{name}\.json: .*; correct or remove it"):
         of(tmp_path)
+
+
+@pytest.mark.parametrize("size", [None, 256])
+def test_a_token_of_a_number_that_no_vocabulary_has_is_refused(tmp_path: Path, size: int | None) -> None:
+    tokenizer = Tokenizer(models.BPE({**{letter: number for number, letter in enumerate(LETTERS)}, "far": 1 << 31}, []))
+    with pytest.raises(ModelError, match=r"its tokenizer\.json has a token of number 2,147,483,648"):
+        of(save(tmp_path, tokenizer), size)
