@@ -14,7 +14,7 @@ from typing import NoReturn
 
 import msgspec
 
-from tokenbus.protocol.process import memory
+from tokenbus.protocol.process import memory, priority
 from tokenbus.protocol.process.cores import usable_cores
 from tokenbus.worker.contract.engine_errors import ModelError
 from tokenbus.worker.convert import architectures, config, gguf_file, safetensors, vocabulary
@@ -115,6 +115,7 @@ def main() -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     signal.alarm(STALL_S)
     try:
+        priority.go_last()
         _limit_memory(job)
         convert(job)
     except (ModelError, OSError) as error:

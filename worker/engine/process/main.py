@@ -1,5 +1,6 @@
 """The engine process: `python -m tokenbus.worker.engine.process.main FD`, started by a frontend and ended with it.
-After the number comes `trial` if a model is only tried out: then most of the free memory is the limit.
+After the number comes `trial` if a model is only tried out: then most of the free memory is the limit, and others'
+streams use the processors first.
 
 It runs replicas of models, each with its own socket and step loop. Replicas of the same model share its weights.
 """
@@ -18,7 +19,7 @@ from typing import NamedTuple
 
 import structlog
 
-from tokenbus.protocol.process import memory, parent
+from tokenbus.protocol.process import memory, parent, priority
 from tokenbus.protocol.telemetry import logs
 from tokenbus.worker.contract.engine_errors import DeviceError, ModelError
 from tokenbus.worker.contract.engine_settings import EngineSettings
@@ -218,6 +219,7 @@ def main() -> None:
     logs.configure("engine")
     if TRIAL in sys.argv[2:]:
         memory.end_first()
+        priority.go_last()
         if not any(map(os.path.exists, _GPU_DRIVERS)):
             memory.limit_own(device_memory.free_host_bytes() // 8 * 7)
     ReplicaServer(socket.socket(fileno=int(sys.argv[1]))).run()
