@@ -336,8 +336,9 @@ class ChunkStream:
         self._send_cancel()  # should a process still hold the old request, it must not run twice
         self._reassembler.restart_attempts()
         # A new id: the holder of the old one may only have been out of reach.
-        self.request_id = secrets.token_urlsafe(16)
-        self._submit(codec.replace(request, id=self.request_id), now)
+        before, self.request_id = self.request_id, secrets.token_urlsafe(16)
+        first = self.request_id if request.copy_of == before else request.copy_of
+        self._submit(codec.replace(request, id=self.request_id, copy_of=first), now)
 
     def _submit(self, request: messages.GenerateRequest, now: float) -> None:
         self._transport.forget(self)

@@ -82,9 +82,10 @@ class GenerateRequest(Message, GenerationParams, frozen=True, kw_only=True, omit
     routing: RoutingOptions | None = None
     """Influences or explains the choice of a worker."""
     copy_of: str | None = None
-    """The id of the first of several requests with the same prompt, each for another answer; the first names itself. If
-    one worker gets them, which the same `session_id` makes likely, the prompt counts once: with the first of them, and
-    the `usage` of the others has none of its tokens."""
+    """The id of the first of several requests with the same prompt, each for another answer; the first names itself.
+    The prompt counts with the first one, and the `usage` of at most 127 others has none of its tokens, if they come to
+    the same worker, which the same `session_id` makes likely, after the first one's first token and within 60 s of its
+    end, and without `cache_prompt: false`."""
 
 
 class CacheRequest(Message, frozen=True, kw_only=True, omit_defaults=True):

@@ -235,7 +235,6 @@ class Attempts:
             fetch_from=None if placement is None else _to_source(placement),
             routing_options=flight.request.routing,
             copy_of=flight.request.copy_of or "",
-            counts_prompt=flight.counts_prompt,
             passes_on=True,
         )
 

@@ -249,7 +249,7 @@ class Guardianship:
         flight.params_bytes = validation.params_bytes(run.params)
         if len(run.token_ids) % 4:
             raise errors.invalid_field("token_ids", "have a length that is not a multiple of four")
-        flight.num_prompt_tokens, flight.counts_prompt = len(run.token_ids) // 4, run.counts_prompt
+        flight.num_prompt_tokens = len(run.token_ids) // 4
         flight.attempt, flight.hash_scheme = run.attempt, guard.hash_scheme
         flight.keep_last_words(guard.last_words)
         if run.resume_from is not None:

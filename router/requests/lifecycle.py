@@ -27,7 +27,6 @@ from tokenbus.router.requests.dispatch import Dispatcher
 from tokenbus.router.requests.flights.ends import BY_WORKER, RequestEnds
 from tokenbus.router.requests.flights.flight import Flight, Flights
 from tokenbus.router.requests.flights.request_telemetry import FlightTelemetry
-from tokenbus.router.requests.prompt_copies import PromptCopies
 from tokenbus.router.requests.queueing.model_loads import ModelLoads
 from tokenbus.router.requests.queueing.placement_queue import PlacementQueue
 from tokenbus.router.requests.terminals import TerminalPublisher
@@ -72,7 +71,6 @@ class RequestLifecycle:
         self._quota = quota
         self._telemetry = telemetry
         self._ends = ends
-        self._copies = PromptCopies()
         self._trimmed_at = 0.0
         self._offer: Callable[[Flight], Awaitable[bool]] | None = None
         """Asks another router to take over a request when this one stops."""
@@ -382,12 +380,11 @@ class RequestLifecycle:
         """Takes the tokens of a request's prompt."""
         # the seed is drawn here, or a worker that continues the stream would draw another
         self._flights.set_prompt_ids(flight, packed, secrets.randbits(32))
-        flight.counts_prompt = self._copies.counts(flight, time.monotonic())
 
     def _remove(self, flight: Flight, *, is_end: bool) -> None:
         """Forgets a request, and corrects what it was charged if it has ended; otherwise its next guardian does."""
         self._flights.remove(flight)
-        prompt, completion = flight.counted_prompt_tokens, flight.num_streamed_tokens
+        prompt, completion = flight.num_prompt_tokens, flight.num_streamed_tokens
         if (end := flight.end) is not None:
             prompt, completion = end.prompt_tokens, end.completion_tokens
         num_tokens = prompt + completion if is_end and flight.is_named else None

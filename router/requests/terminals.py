@@ -60,7 +60,7 @@ class TerminalPublisher:
         if error:
             self._metrics.request_errors.labels(error.code).inc()
         now = time.monotonic()
-        prompt_tokens, completion_tokens = flight.counted_prompt_tokens, flight.num_streamed_tokens
+        prompt_tokens, completion_tokens = flight.num_prompt_tokens, flight.num_streamed_tokens
         first = flight.completion.first_token
         total_ms = _ms(now - flight.received_at)
         chunk = messages.Chunk(
@@ -76,7 +76,7 @@ class TerminalPublisher:
                 prompt_tokens=prompt_tokens,
                 completion_tokens=completion_tokens,
                 total_tokens=prompt_tokens + completion_tokens,
-                cached_tokens=min(first.cached_tokens, prompt_tokens) if first else 0,
+                cached_tokens=first.cached_tokens if first else 0,
             ),
             timings=messages.Timings(queue_ms=total_ms, prefill_ms=0.0, ttft_ms=0.0, decode_ms=0.0, total_ms=total_ms),
         )

@@ -201,6 +201,17 @@ async def test_a_request_that_nobody_holds_is_made_again_while_nothing_of_it_has
     assert code_of((await line.rest())[-1]) is errors.Code.WORKER_LOST
 
 
+@pytest.mark.parametrize(("named", "expected"), [("r", None), ("first", "first")])
+async def test_a_first_answer_names_itself_still_when_it_is_made_again(named: str, expected: str | None) -> None:
+    line = FakeTransport(timeout_ms=60_000.0, copy_of=named)
+    line.began = line.now
+    for seconds in (4.8, 5.2):
+        line.wait(seconds)
+    (again,) = line.resubmitted
+    assert again.id != "r"
+    assert again.copy_of == (expected or again.id)
+
+
 async def test_a_request_whose_time_has_passed_is_not_made_again() -> None:
     line = FakeTransport(timeout_ms=4_000.0)
     line.wait(5.2)

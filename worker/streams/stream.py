@@ -15,12 +15,12 @@ from tokenbus.protocol.telemetry import long_waits, tracing
 from tokenbus.protocol.telemetry.long_waits import BackoffTimer
 from tokenbus.protocol.wire import codec, errors, internal, messages, subjects
 from tokenbus.protocol.wire.params import GenerationParams
-from tokenbus.protocol.wire.prompt_counts import prompt_digest, without_prompt
 from tokenbus.worker.contract import engine_output
 from tokenbus.worker.kv_exchange.fetcher import Fetch
 from tokenbus.worker.streams import prompt_scores
 from tokenbus.worker.streams.chunk_marks import ChunkMarks
 from tokenbus.worker.streams.holds import Hold
+from tokenbus.worker.streams.prompt_copies import MAX_COPIES, prompt_digest, without_prompt
 from tokenbus.worker.streams.prompt_scores import PromptScoreBuffer
 from tokenbus.worker.streams.replay_buffer import ReplayBuffer
 
@@ -71,9 +71,8 @@ class WorkerStream:
         "_worker_id", "accepted_at", "began_at", "cancel_error", "counts_prompt", "created", "deadline", "fetch",
         "first_token", "first_token_sent", "gaps", "guardian", "hash_scheme", "hold", "is_given_up", "is_open",
         "is_stranded", "is_streamed", "key", "last_chunk_at", "last_logprobs", "last_words", "long_prompt", "marks",
-        "max_reasoning_tokens", "max_tokens",
-        "num_prompt_tokens", "num_resumed", "offered_at", "replayed_at", "run", "sampling", "slow", "span",
-        "stopped_by", "stranded_at", "stream_no", "terminal",
+        "max_reasoning_tokens", "max_tokens", "num_copies", "num_prompt_tokens", "num_resumed", "offered_at",
+        "replayed_at", "run", "sampling", "slow", "span", "stopped_by", "stranded_at", "stream_no", "terminal",
     )  # fmt: skip
 
     def __init__(
@@ -100,8 +99,10 @@ class WorkerStream:
         self.offered_at = 0.0
         """When it was last offered to a router."""
         self.num_prompt_tokens = len(run.token_ids) // 4
-        self.counts_prompt = run.counts_prompt
+        self.counts_prompt = True
         """Whether its usage has the tokens of its prompt."""
+        self.num_copies = 0
+        """The requests whose prompts count with its own."""
         self._prompt_digest = b""
         self.is_streamed = run.params.is_streamed
         """Whether the client wants chunks before the terminal."""
@@ -208,19 +209,26 @@ class WorkerStream:
         self.last_words, self.span = None, tracing.NOOP_SPAN
 
     def note_first(self, find: "Callable[[str], WorkerStream | None]") -> None:
-        """Counts no tokens of its prompt if the request of which it wants another answer has the same one, and counts
-        them."""
-        if not self.run.copy_of or not self.counts_prompt:
+        """Counts no tokens of its prompt if the request that is named as the first one has the same, has computed it
+        here, and counts it."""
+        run = self.run
+        if not run.copy_of or run.params.cache_prompt is False:
             return
-        first = find(subjects.request_key(subjects.key_to_tenant(self.key), self.run.copy_of))
-        if first is not None and first.key != self.key and first.counts_prompt:
+        first = find(subjects.request_key(subjects.key_to_tenant(self.key), run.copy_of))
+        if first is not None and first.key != self.key and first.may_have_copies:
             self.counts_prompt = first._note_prompt() != self._note_prompt()
+            first.num_copies += not self.counts_prompt
+
+    @property
+    def may_have_copies(self) -> bool:
+        """Whether other requests' prompts may count with its own, which somebody pays for."""
+        is_paid = self.first_token is not None and (self.terminal is None or not self.terminal.error)
+        return is_paid and self.counts_prompt and self.num_copies < MAX_COPIES
 
     def _note_prompt(self) -> bytes:
         """Returns the digest of its prompt, which is kept: the prompt is not, once it has ended."""
         if not self._prompt_digest:
-            run, adapters = self.run, [(one.digest, one.scale) for one in self.run.adapters]
-            self._prompt_digest = prompt_digest(run.token_ids, adapters, run.params.cache_salt, run.key_id)
+            self._prompt_digest = prompt_digest(self.run)
         return self._prompt_digest
 
     def _counted(self, usage: messages.Usage) -> messages.Usage:

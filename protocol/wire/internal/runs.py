@@ -115,8 +115,6 @@ class Run(public.Message, frozen=True, kw_only=True, omit_defaults=True):
     """The client's wishes for the choice of a worker, for a router that places the request again."""
     copy_of: str = ""
     """The id of the request whose prompt this one has, as its client says."""
-    counts_prompt: bool = True
-    """Whether the prompt counts with this request; not if the router has seen that it has counted with another."""
     passes_on: bool = False
     """Deprecated since 0.2.1: every router passes on cancels and resyncs. Still true, for workers of 0.2.0."""
 

@@ -79,7 +79,7 @@ class RequestEnds:
         """Tells of a request that this router has ended itself."""
         first = flight.completion.first_token
         was_accepted = flight.first_accepted_at is not None
-        tokens = (flight.counted_prompt_tokens, first.cached_tokens if first else 0, flight.num_streamed_tokens)
+        tokens = (flight.num_prompt_tokens, first.cached_tokens if first else 0, flight.num_streamed_tokens)
         self._tell_flight(flight, reason, code, tokens if was_accepted else (0, 0, 0))
 
     def tell_refused(self, operation: str, address: subjects.ModelAddress, request_id: str, code: errors.Code) -> None:

@@ -48,8 +48,6 @@ class Flight:
     prompt_ids: bytes | None = None
     """The tokenized prompt, kept until the request ends or `trim` forgets it; then it can't be placed again."""
     num_prompt_tokens: int = 0
-    counts_prompt: bool = True
-    """Whether its prompt counts with this request, and not with another that has the same."""
     params_bytes: int = 0
     """The size of tools and constraints; all other parameters are small."""
     is_chat: bool = False
@@ -110,11 +108,6 @@ class Flight:
     def num_bytes(self) -> int:
         """The memory of what a worker needs for the request: prompt, completion, tools and constraints."""
         return len(self.prompt_ids or b"") + self.completion.num_bytes + self.params_bytes
-
-    @property
-    def counted_prompt_tokens(self) -> int:
-        """The tokens of its prompt, as far as they count with this request."""
-        return self.num_prompt_tokens if self.counts_prompt else 0
 
     @property
     def model(self) -> str:

@@ -621,7 +621,6 @@ INTERNAL: list[tuple[str, messages.Message]] = [
             routing=ROUTING,
             routing_options=messages.RoutingOptions(policy="kv"),
             copy_of="r0",
-            counts_prompt=False,
         ),
     ),
     ("accepted", internal.RunReply(accepted=True)),

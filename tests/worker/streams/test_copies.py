@@ -26,6 +26,14 @@ def stream(request_id: str, prompt: tuple[int, ...] = (1, 2, 3), **fields: objec
     return WorkerStream(codec.replace(run, **fields), "demo", "worker-1", now=5.0)
 
 
+def begun(request_id: str, prompt: tuple[int, ...] = (1, 2, 3), **fields: object) -> WorkerStream:
+    """Returns a stream that has a token."""
+    one = stream(request_id, prompt, **({"copy_of": request_id} | fields))
+    first = engine_output.FirstTokenStats(queue_ms=0.0, prefill_ms=1.0, cached_tokens=0)
+    one.chunk(engine_output.Output(token_ids=[1], text="a", first_token=first))
+    return one
+
+
 def ended(one: WorkerStream) -> messages.Chunk:
     last = engine_output.Output(token_ids=[1, 2], text="ab", finish_reason=messages.FinishReason.LENGTH, usage=USAGE)
     chunk = one.chunk(last)
@@ -41,7 +49,7 @@ def note(one: WorkerStream, *open_streams: WorkerStream | None) -> None:
 
 @pytest.mark.parametrize("has_ended", [False, True])
 def test_a_prompt_counts_with_its_first_answer_in_the_terminal_and_for_the_guardian(has_ended: bool) -> None:
-    first, copy = stream("r-1", copy_of="r-1"), stream("r-2", copy_of="r-1")
+    first, copy = begun("r-1"), stream("r-2", copy_of="r-1")
     if has_ended:
         assert ended(first).usage == USAGE
     note(copy, first)
@@ -57,14 +65,15 @@ def test_a_prompt_counts_with_its_first_answer_in_the_terminal_and_for_the_guard
 @pytest.mark.parametrize(
     "other",
     [
-        stream("r-2", (1, 2, 4)),
-        stream("r-2", key_id="k2"),
-        stream("r-2", params=GenerationParams(cache_salt="other")),
-        stream("r-2", adapters=[internal.RunAdapter(digest="d", scale=1.0)]),
-        stream("r-1"),
+        begun("r-2", (1, 2, 4)),
+        begun("r-2", key_id="k2"),
+        begun("r-2", params=GenerationParams(cache_salt="other")),
+        begun("r-2", adapters=[internal.RunAdapter(digest="d", scale=1.0)]),
+        begun("r-1"),
+        stream("r-2", copy_of="r-2"),
         None,
     ],
-    ids=["prompt", "key", "salt", "adapter", "itself", "unknown"],
+    ids=["prompt", "key", "salt", "adapter", "itself", "not computed", "unknown"],
 )
 def test_another_prompt_or_key_than_the_first_ones_counts(other: WorkerStream | None) -> None:
     one = stream("r-1", copy_of="r-2" if other is None else other.key.partition(":")[2])
@@ -72,13 +81,30 @@ def test_another_prompt_or_key_than_the_first_ones_counts(other: WorkerStream | 
     assert ended(one).usage == USAGE
 
 
-def test_what_a_router_has_found_to_be_counted_elsewhere_does_not_count_here() -> None:
-    assert ended(stream("r-2", counts_prompt=False)).usage == COPY
+def test_a_prompt_that_ended_in_an_error_is_paid_by_nobody_and_so_counts_with_each_copy() -> None:
+    first, copy = begun("r-1"), stream("r-2", copy_of="r-1")
+    first.fail()
+    note(copy, first)
+    assert ended(copy).usage == USAGE
+
+
+def test_a_prompt_that_is_computed_anew_counts() -> None:
+    copy = stream("r-2", copy_of="r-1", params=GenerationParams(cache_salt="salt", cache_prompt=False))
+    note(copy, begun("r-1"))
+    assert ended(copy).usage == USAGE
+
+
+def test_a_prompt_counts_with_another_for_as_many_answers_as_one_request_may_want() -> None:
+    first = begun("r-1")
+    copies = [stream(f"r-{number}", copy_of="r-1") for number in range(2, 131)]
+    for copy in copies:
+        note(copy, first)
+    assert [ended(copy).usage for copy in copies] == [COPY] * 127 + [USAGE] * 2
 
 
 def test_an_error_in_place_of_a_chunk_counts_no_prompt_either() -> None:
     copy = stream("r-2", copy_of="r-1")
-    note(copy, stream("r-1"))
+    note(copy, begun("r-1"))
     terminal = copy.fail()
     assert terminal.error
     assert terminal.error.code is errors.Code.INTERNAL
