@@ -278,7 +278,7 @@ class Intake:
             asked = _listings.decode(message.data, encoding) if message.data else messages.ModelsRequest()
             self._listing.answer(message.reply, asked, encoding, who.tenant)
 
-        self._show(message, answer, self._listing.refuse, may_be_strange=not message.data)
+        self._show("models", message, answer, self._listing.refuse, may_be_strange=not message.data)
 
     def _on_fleet(self, message: Msg) -> None:
         def answer(encoding: codec.Encoding, who: subjects.ModelAddress, key: KeyRecord | None) -> None:
@@ -287,7 +287,7 @@ class Intake:
             is_operator = who.tenant == subjects.OPERATOR_TENANT if key is None else key.role is Role.OPERATOR
             self._viewers.ask(message.reply, asked, encoding, who.tenant, who.key_id, is_operator=is_operator)
 
-        self._show(message, answer, self._viewers.refuse)
+        self._show("fleet", message, answer, self._viewers.refuse)
 
     def _on_trace(self, message: Msg) -> None:
         def answer(encoding: codec.Encoding, who: subjects.ModelAddress, key: KeyRecord | None) -> None:
@@ -295,10 +295,11 @@ class Intake:
             validation.check_ranges(asked)
             self._traces.answer(message.reply, asked, encoding, who.tenant)
 
-        self._show(message, answer, self._traces.refuse)
+        self._show("trace", message, answer, self._traces.refuse)
 
     def _show(
         self,
+        question: str,
         message: Msg,
         answer: Callable[[codec.Encoding, subjects.ModelAddress, KeyRecord | None], None],
         refuse: Callable[[str, codec.Encoding, errors.Error], None],
@@ -306,7 +307,8 @@ class Intake:
         may_be_strange: bool = False,
     ) -> None:
         """Answers one who only looks, in the message's encoding and for its tenant. With `may_be_strange` a
-        Content-Type that is not known stands for JSON."""
+        Content-Type that is not known stands for JSON. Each question has an account of its own: a gateway asks several
+        for many callers over one connection."""
         if not self._may_answer(message):
             return
         try:
@@ -314,7 +316,7 @@ class Intake:
         except ValueError:
             return
         encoding, who, began_at = codec.Encoding.JSON, subjects.ModelAddress("", tenant, key_id), time.monotonic()
-        caller = caller_of(who, message.reply)
+        caller = f"{question} {caller_of(who, message.reply)}"
         refusal = self._inquiries.refusal(caller, began_at)
         try:
             try:

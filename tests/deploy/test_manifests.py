@@ -122,11 +122,13 @@ def test_a_router_may_do_with_keys_what_it_may_without() -> None:
     def subjects_of(config: str) -> set[str]:
         """The subjects of the system that the user `router` of a broker's configuration has."""
         (part,) = re.findall(r"user: router,(.*?)user: ", config, re.DOTALL)
-        return set(re.findall(r'"(tokenbus\.v1\.[^"]+)"', part))
+        return set(re.findall(r'"((?:tokenbus\.v1\.|\$JS\.API\.)[^"]+)"', part))
 
     without = subjects_of((DEPLOY / "nats.conf").read_text())
     assert "tokenbus.v1.routers.*" in without
-    assert without == subjects_of((DEPLOY.parent / "auth" / "nats-keys.conf").read_text())
+    beside = subjects_of((DEPLOY.parent / "auth" / "nats-keys.conf").read_text()) - without
+    assert without <= subjects_of((DEPLOY.parent / "auth" / "nats-keys.conf").read_text())
+    assert all("v1_keys" in one or "STREAM.PURGE" in one for one in beside), beside
 
 
 def test_every_password_of_a_pod_is_in_the_secret_that_the_guide_creates() -> None:
