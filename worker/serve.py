@@ -21,7 +21,7 @@ from tokenbus.protocol.process import signals
 from tokenbus.protocol.telemetry import metrics, status, tracing
 from tokenbus.protocol.wire import errors, internal, subjects
 from tokenbus.worker.broker.lifeline import Lifeline
-from tokenbus.worker.contract.engine_errors import ModelError
+from tokenbus.worker.contract.engine_errors import ModelError, ModelTooLargeError
 from tokenbus.worker.engine_client.engine_process import EngineProcess
 from tokenbus.worker.engine_client.trial import Trials
 from tokenbus.worker.models import registry
@@ -282,11 +282,17 @@ class WorkerProcess:
 
     async def _load(self, model: ModelToServe, on_progress: OnProgress) -> None:
         added: list[Replica] = []
+        loading = asyncio.current_task()
+        assert loading is not None
         try:
             if not model.served_name:
                 model = dataclasses.replace(model, served_name=await default_name(model.engine.model))
             note = partial(on_progress, internal.ControlReply(ok=True, progress=_LEAST_PROGRESS))
-            await self._trials.run(self._on_demand.sized(model), note)
+            settings, is_tried = self._on_demand.sized(model), True
+            try:
+                await self._trials.run(settings, note)
+            except ModelTooLargeError:
+                is_tried = False  # others may make room
         except (ModelError, errors.RequestError) as error:
             on_progress(internal.ControlReply(ok=False, error=refusal(error)))
             return
@@ -295,12 +301,16 @@ class WorkerProcess:
                 for number in range(model.replicas):
                     num_bytes = await self._on_demand.take(model)
                     try:
+                        if not is_tried:
+                            await self._trials.run(settings, note)
+                            is_tried = True
                         replica = self._add_replica(model, model.replicas - number)
                     except Exception:  # as without a file descriptor: nobody would ever give them back
                         self._on_demand.give_back(num_bytes)
                         raise
                     self._taken_bytes[replica] = num_bytes
                     added.append(replica)
+                    self._loads[loading] -= 1
                     await self._wait_started(replica, partial(_report, on_progress, number, model.replicas))
             except Exception as error:  # whatever failed, it is reported: those that serve already would be unknown
                 for replica in added:

@@ -11,6 +11,6 @@ _NICENESS = 10
 def go_last() -> None:
     """Lets other processes use the processors before this one, and before the processes and threads that it starts."""
     os.nice(_NICENESS)
-    # Linux shares the processors among sessions first, and heeds the niceness only within each
-    with contextlib.suppress(OSError):
-        Path("/proc/self/autogroup").write_text(str(_NICENESS))
+    if os.getsid(0) == os.getpid():  # Linux shares the processors among sessions first; another's is not ours to change
+        with contextlib.suppress(OSError):
+            Path("/proc/self/autogroup").write_text(str(_NICENESS))
