@@ -80,12 +80,20 @@ class MemoryStore:
         share, now = self._shares.setdefault(tenant, _Share()), self._clock()
         share.drop(name)
         share.add(name, _Entry(record, now + self.limits.max_age_s))
-        for one in list(self._shares.values()):
-            one.drop_expired(now)
+        self._drop_expired(now)
         while share.num_bytes > self.limits.share_bytes:
             share.drop_oldest()
         while self.num_bytes > self.limits.max_bytes:  # records of tenants that are gone
             max(self._shares.values(), key=lambda one: one.num_bytes).drop_oldest()
+        self._drop_expired(now)
+
+    def drop_expired(self) -> None:
+        """Gives the memory of records back that have expired, which `put` does as well."""
+        self._drop_expired(self._clock())
+
+    def _drop_expired(self, now: float) -> None:
+        for one in self._shares.values():
+            one.drop_expired(now)
         self._shares = {tenant: share for tenant, share in self._shares.items() if share.entries}
 
     async def get(self, tenant: str, name: str) -> bytes | None:
@@ -118,6 +126,7 @@ class LateStore:
         self._store.limits = self._earlier.limits = limits
 
     async def put(self, tenant: str, name: str, record: bytes) -> None:
+        self._earlier.drop_expired()
         await self._store.put(tenant, name, record)
 
     async def get(self, tenant: str, name: str) -> bytes | None:

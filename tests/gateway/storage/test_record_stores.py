@@ -10,7 +10,7 @@ import pytest
 from tokenbus.cli.console import nats_server
 from tokenbus.gateway.storage import jetstream_store
 from tokenbus.gateway.storage.jetstream_store import JetStreamStore
-from tokenbus.gateway.storage.record_store import MemoryStore, RecordStore, StorageLimits, StoreError
+from tokenbus.gateway.storage.record_store import LateStore, MemoryStore, RecordStore, StorageLimits, StoreError
 from tokenbus.protocol.bus import connection as nats
 
 DAY = StorageLimits(max_age_s=86_400, max_bytes=8 * 1024 * 1024)
@@ -80,6 +80,20 @@ async def test_an_expired_record_is_gone_from_memory() -> None:
     assert await store.get("acme", "resp_1") is None
     await store.put("acme", "resp_2", b"two")
     assert repr(store).startswith("<MemoryStore 1 records")
+
+
+async def test_what_memory_held_before_a_bucket_came_is_readable_until_it_expires_and_then_takes_no_memory() -> None:
+    now = 0.0
+    limits = StorageLimits(60.0, 1 << 20)
+    earlier = MemoryStore(limits, clock=lambda: now)
+    await earlier.put("acme", "old", b"x" * 1_000)
+    store = LateStore(MemoryStore(limits), earlier)
+    assert await store.get("acme", "old") == b"x" * 1_000
+    now = 61.0
+    await store.put("acme", "new", b"y")
+    assert await store.get("acme", "old") is None
+    assert await store.get("acme", "new") == b"y"
+    assert earlier.num_bytes == 0
 
 
 async def test_what_a_tenant_writes_takes_nothing_from_another_one(make: MakeStore) -> None:
