@@ -24,7 +24,7 @@ from tokenbus.gateway.serving.endpoint import Services
 from tokenbus.protocol.access import key_audit, key_changes, keys
 from tokenbus.protocol.access.key_audit import KeyAudit
 from tokenbus.protocol.access.key_changes import UnknownKeyError
-from tokenbus.protocol.access.key_stores import KeyStore, KeyStoreError
+from tokenbus.protocol.access.key_stores import KeyInDoubtError, KeyStore, KeyStoreError
 from tokenbus.protocol.access.keys import KeyLimits, KeyRecord, Moment, Role
 from tokenbus.protocol.bus.bucket import BucketError
 from tokenbus.protocol.wire import codec, errors, internal, subjects
@@ -376,6 +376,10 @@ def _explained() -> Any:
         yield
     except UnknownKeyError as error:
         raise ApiError(_unknown(str(error))) from error
+    except KeyInDoubtError as error:  # another try would make another key
+        what = f"it is not known whether the key {error.key_id} was made, of which nobody has the secret"
+        problem = f"{what}: revoke it if it is in the list, and create another one ({error})"
+        raise ApiError(ErrorResponse(503, "keys_unavailable", problem)) from error
     except KeyStoreError as error:
         raise ApiError(ErrorResponse(503, "keys_unavailable", str(error), None, True, 1_000.0)) from error
     except ValueError as error:
