@@ -7,10 +7,13 @@ creates links and references (decision 0060).
 """
 
 import contextlib
+import functools
 import hashlib
 import os
 import shutil
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import BinaryIO
 
@@ -47,8 +50,10 @@ def fetch(name: str, layouts: Sequence[Layout], on_bytes: transfer.OnBytes) -> M
         structlog.get_logger().info("fetching_model", repo=repo, file=parts[0], parts=len(parts))
         _check_space(found, parts)
         weights = _download_all(found, parts, on_bytes)
-        sidecars = {one: _small(found, one) for one in layout.sidecars if one in found.files}
-        return ModelFiles(weights[0], sidecars | _base_sidecars(found, set(layout.sidecars) - sidecars.keys()))
+        total = sum(found.files[part].size for part in parts)
+        small = functools.partial(_small, on_size=lambda _: on_bytes(total, total))
+        sidecars = {one: small(found, one) for one in layout.sidecars if one in found.files}
+        return ModelFiles(weights[0], sidecars | _base_sidecars(found, set(layout.sidecars) - sidecars.keys(), small))
 
 
 def _download_all(found: Repository, parts: list[str], on_bytes: transfer.OnBytes) -> list[Path]:
@@ -62,11 +67,11 @@ def _download_all(found: Repository, parts: list[str], on_bytes: transfer.OnByte
     return paths
 
 
-def _small(found: Repository, name: str) -> Path:
-    return download(found.name, name, found.files[name], lambda size: None)
+def _small(found: Repository, name: str, on_size: "OnSize") -> Path:
+    return download(found.name, name, found.files[name], on_size)
 
 
-def _base_sidecars(found: Repository, wanted: set[str]) -> dict[str, Path]:
+def _base_sidecars(found: Repository, wanted: set[str], small: Callable[[Repository, str], Path]) -> dict[str, Path]:
     """Downloads missing sidecars from the original repository: conversions often leave them out. None is required."""
     if found.base is None or not wanted or found.base == found.name:
         return {}
@@ -77,7 +82,7 @@ def _base_sidecars(found: Repository, wanted: set[str]) -> dict[str, Path]:
     sidecars = {}
     for name in sorted(wanted & base.files.keys()):
         try:
-            sidecars[name] = _small(base, name)
+            sidecars[name] = small(base, name)
         except Exception:  # for example, the original is gated and its conversion is not
             return sidecars
     return sidecars
@@ -104,6 +109,7 @@ def _missing_bytes(found: Repository, part: str) -> int:
 
 _CHUNK_BYTES = 1 << 20
 _LOCK_POLL_S = 0.5
+_REPORT_S = 1.0
 _SHA256_CHARS = 64
 
 OnSize = Callable[[int], None]
@@ -127,9 +133,33 @@ def download(name: str, path: str, file: RemoteFile, on_size: OnSize) -> Path:
     """Downloads a repository's file and returns its path in the cache. Raises what `repository.explained` explains."""
     if file.digest and file.size <= constants.MAX_HTTP_DOWNLOAD_SIZE:
         _fill_blob(name, path, file, on_size)
-    found = Path(huggingface_hub.hf_hub_download(name, path))
+    found = _by_library(name, path, lambda: on_size(_received(name, file)))
     on_size(file.size)
     return found
+
+
+def _by_library(name: str, path: str, on_wait: Callable[[], None]) -> Path:
+    """Lets the library do what is left, which may be all. It reports nothing, so that happens on a thread, which does
+    not keep this process from ending; `on_wait` is called meanwhile, and ends the wait with what it raises."""
+    done: Future[str] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(huggingface_hub.hf_hub_download(name, path))
+        except Exception as error:  # outermost frame of a thread
+            done.set_exception(error)
+
+    threading.Thread(target=run, name="download", daemon=True).start()
+    while not wait([done], timeout=_REPORT_S).done:
+        on_wait()
+    return Path(done.result())
+
+
+def _received(name: str, file: RemoteFile) -> int:
+    """Returns how many bytes of a file are here."""
+    if blob_path(name, file.digest).is_file():
+        return file.size
+    return _size_of(partial_path(name, file.digest))
 
 
 def _fill_blob(name: str, path: str, file: RemoteFile, on_size: OnSize) -> None:

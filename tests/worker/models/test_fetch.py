@@ -4,12 +4,17 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 
 from tests.support import hub_server
+from tokenbus.worker.contract.engine_errors import ModelError
+from tokenbus.worker.models import fetch, registry
+from tokenbus.worker.models.hub import RemoteFile, Repository
 
 FILES = {
     "org/tiny-GGUF": {
@@ -97,3 +102,50 @@ def test_without_hub_and_cache_it_says_so(tmp_path: Path) -> None:
     answer = find("org/tiny-GGUF", "http://127.0.0.1:9", tmp_path)
     assert "the Hub can't be reached, and nothing of it is in the cache" in str(answer["error"])
     assert str(answer["error"]).endswith("; check the network, HF_ENDPOINT and HF_HUB_OFFLINE")
+
+
+@pytest.mark.parametrize("file", [RemoteFile(1 << 40, "a" * 64), RemoteFile(10, "")], ids=["large", "no digest"])
+def test_what_the_library_downloads_is_reported_meanwhile(
+    file: RemoteFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reported = threading.Event()
+
+    def silent(name: str, path: str) -> str:
+        assert reported.wait(20)
+        return str(tmp_path / path)
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", silent)
+    monkeypatch.setattr(fetch, "_REPORT_S", 0.001)
+    found = fetch.download("org/tiny", "tiny.gguf", file, lambda size: reported.set() if size == 0 else None)
+    assert found == tmp_path / "tiny.gguf"
+
+
+def test_a_download_by_the_library_is_waited_for_no_longer_than_it_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    given_up = threading.Event()
+
+    def stop(size: int) -> None:
+        raise ModelError("the worker stops")
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda name, path: str(given_up.wait(20)))
+    monkeypatch.setattr(fetch, "_REPORT_S", 0.001)
+    with pytest.raises(ModelError, match="the worker stops"):
+        fetch.download("org/tiny", "tiny.gguf", RemoteFile(1 << 40, "a" * 64), stop)
+    given_up.set()
+
+
+def test_small_files_are_reported_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"tiny.gguf": 5, "config.json": 2}
+    here = Repository("org/tiny", {name: RemoteFile(size, "a" * 64) for name, size in sizes.items()}, None)
+    monkeypatch.setattr(fetch.hub, "look_up", lambda name: here)
+    monkeypatch.setattr(fetch, "_check_space", lambda found, parts: None)
+    asked: list[str] = []
+
+    def download(name: str, path: str, file: RemoteFile, on_size: fetch.OnSize) -> Path:
+        asked.append(path)
+        on_size(1)
+        return Path(path)
+
+    monkeypatch.setattr(fetch, "download", download)
+    reports: list[tuple[str, int, int]] = []
+    fetch.fetch("org/tiny", registry.layouts("gguf"), lambda done, total: reports.append((asked[-1], done, total)))
+    assert reports == [("tiny.gguf", 1, 5), ("config.json", 5, 5)]
