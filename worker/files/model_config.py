@@ -23,8 +23,11 @@ _WIDE = ("float32", "torch.float32")
 
 
 _MAX_TOKEN_IDS = 1_024
-Size = Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 31)]
+_MAX_SIZE = (1 << 31) - 1
+Size = Annotated[int, msgspec.Meta(ge=-_MAX_SIZE - 1, le=_MAX_SIZE)]
 """A number of things in a model's file. Larger ones than any model has are refused where they are read."""
+Limit = int | float
+"""A limit in a model's file. Some have 1e30 for none."""
 TokenIds = Size | Annotated[list[Size], msgspec.Meta(max_length=_MAX_TOKEN_IDS)] | None
 
 
@@ -70,6 +73,7 @@ class ModelSizes(msgspec.Struct, frozen=True):
         return 32.0 if (self.dtype or self.torch_dtype) in _WIDE else 16.0
 
 
+_LIMITS = ("max_position_embeddings", "n_positions", "sliding_window")
 SizesT = TypeVar("SizesT", bound=ModelSizes)
 
 
@@ -82,6 +86,7 @@ def read_sizes(path: Path | None, kind: type[SizesT]) -> SizesT:
         fields = msgspec.json.decode(read_regular(path, MAX_CONFIG_BYTES), type=dict[str, object])
         if isinstance(text := fields.get("text_config"), dict):  # of a model that also reads images
             fields |= {name: one for name, one in text.items() if one is not None and name != "architectures"}
+        fields |= {name: min(one, _MAX_SIZE) for name in _LIMITS if isinstance(one := fields.get(name), int | float)}
         return msgspec.convert({name: one for name, one in fields.items() if one is not None}, kind, strict=False)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ModelError(f"{path}: {error}; correct or remove it") from error
@@ -105,7 +110,7 @@ class GenaiModel(msgspec.Struct, frozen=True):
     """The fields of `genai_config.json` that matter here."""
 
     type: str = ""
-    context_length: Size | None = None
+    context_length: Limit | None = None
     eos_token_id: TokenIds = None
     decoder: GenaiDecoder = GenaiDecoder()
 
@@ -149,7 +154,7 @@ def read_onnx_config(sidecars: dict[str, Path]) -> OnnxModelConfig:
     # heads of unknown number say nothing about their width
     width = config.head_size if config.head_dim or config.num_attention_heads else None
     return OnnxModelConfig(
-        context_length=config.trained_context or genai.context_length,
+        context_length=config.trained_context or _bounded(genai.context_length),
         sliding_window=config.window,
         head_sizes=HeadSizes(
             kv_heads=genai.decoder.num_key_value_heads or config.kv_heads or None,
@@ -216,11 +221,11 @@ class _GenerationFile(msgspec.Struct, frozen=True):
 
     temperature: float | None = None
     top_p: float | None = None
-    top_k: Size | None = None
+    top_k: Limit | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
-    max_new_tokens: Size | None = None
-    max_length: Size | None = None
+    max_new_tokens: Limit | None = None
+    max_length: Limit | None = None
     """The most tokens of prompt and completion together."""
     eos_token_id: TokenIds = None
     eos_token_ids: TokenIds = None
@@ -257,7 +262,7 @@ def read_generation_config(sidecars: dict[str, Path], in_weights: dict[str, floa
         if value is not None and not math.isnan(value):
             chosen[name] = _clamped(name, value)
     # 0 means that the file leaves it open.
-    if longest := generation.max_new_tokens or generation.max_length:
+    if longest := _bounded(generation.max_new_tokens or generation.max_length):
         chosen["max_tokens"] = max(1, longest)
     return GenerationConfig(
         defaults=msgspec.structs.replace(SamplingParams(), **chosen),
@@ -283,6 +288,10 @@ def to_token_ids(eos_token_id: int | list[int] | None) -> frozenset[int]:
     """Converts the value of an `eos_token_id`, in which a negative id means that there is none."""
     ids = [eos_token_id] if isinstance(eos_token_id, int) else eos_token_id or []
     return frozenset(token_id for token_id in ids if token_id >= 0)
+
+
+def _bounded(limit: float | None) -> int | None:
+    return None if limit is None else int(min(limit, _MAX_SIZE))
 
 
 def _clamped(name: str, value: float) -> float | int:

@@ -91,3 +91,17 @@ def test_the_sizes_of_a_model_that_reads_images_too_are_those_of_its_text(tmp_pa
     path.write_text(json.dumps({"architectures": ["A"], "hidden_size": 1, "head_dim": 8, "text_config": text}))
     sizes = model_config.read_sizes(path, model_config.ModelSizes)
     assert (sizes.hidden_size, sizes.head_dim, sizes.architectures, sizes.dtype) == (640, 8, ["A"], "bfloat16")
+
+
+@pytest.mark.parametrize("given", [2**31, 2**32, int(1e30), 1e30])
+def test_a_limit_that_means_none_is_the_widest_and_a_size_that_no_model_has_is_refused(
+    tmp_path: Path, given: float
+) -> None:
+    path = write(tmp_path, max_position_embeddings=given, sliding_window=given)
+    sizes = model_config.read_sizes(path, model_config.ModelSizes)
+    assert (sizes.trained_context, sizes.window) == (2**31 - 1, 2**31 - 1)
+    genai = tmp_path / model_config.GENAI_CONFIG
+    genai.write_text(json.dumps({"model": {"context_length": given}}))
+    assert model_config.read_onnx_config({genai.name: genai}).context_length == 2**31 - 1
+    with pytest.raises(ModelError, match="hidden_size"):
+        model_config.read_sizes(write(tmp_path, hidden_size=given), model_config.ModelSizes)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tokenbus.protocol.wire.params import SamplingParams
+from tokenbus.protocol.wire.params import SamplingParams, ranges_of
 from tokenbus.worker.contract.engine_errors import ModelError
 from tokenbus.worker.files import model_config
 from tokenbus.worker.files.model_config import GenerationConfig
@@ -83,6 +83,17 @@ def test_values_outside_the_wires_ranges_become_the_nearest_inside(tmp_path: Pat
     )
     assert (one.defaults.top_k, one.defaults.temperature, one.defaults.max_tokens) == (0, 100.0, 1)
     assert 0 < one.defaults.top_p < 0.001
+
+
+NO_LIMITS = [2**31, 2**32 - 1, 2**63 - 1, int(1e30), 1e30]
+
+
+@pytest.mark.parametrize("name", ["max_new_tokens", "max_length", "top_k"])
+@pytest.mark.parametrize("given", NO_LIMITS)
+def test_a_limit_that_means_none_is_the_widest(tmp_path: Path, name: str, given: float) -> None:
+    defaults = read_config(tmp_path, generation_config={name: given}).defaults
+    field = "top_k" if name == "top_k" else "max_tokens"
+    assert getattr(defaults, field) == ranges_of(SamplingParams)[field].high
 
 
 def test_metadata_may_call_the_context_by_another_name(tmp_path: Path) -> None:
