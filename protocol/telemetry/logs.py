@@ -3,6 +3,7 @@
 import contextlib
 import enum
 import io
+import json
 import logging
 import os
 import sys
@@ -173,4 +174,7 @@ def _with_plain_values(
 
 def _as_json(line: object, **_: object) -> str:
     """Encodes a log line with msgspec, which is faster than json: every request has some."""
-    return msgspec.json.encode(line, enc_hook=repr).decode()
+    try:
+        return msgspec.json.encode(line, enc_hook=repr).decode()
+    except UnicodeEncodeError:  # a file's name that is no text
+        return json.dumps(line, default=repr)

@@ -83,6 +83,11 @@ class Error(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """In `prompt_too_long`, with `prompt_tokens`: the maximum number of tokens of prompt and completion together."""
 
 
+def as_text(message: str) -> str:
+    """Returns a message in which the bytes of a file's name that are no text are escaped: else it could not be sent."""
+    return message.encode(errors="backslashreplace").decode()
+
+
 def make_error(
     code: Code, message: str | None = None, *, param: str | None = None, retry_after_ms: float | None = None
 ) -> Error:
@@ -90,7 +95,7 @@ def make_error(
     info = CODES[code]
     return Error(
         code=code,
-        message=message or info.message,
+        message=as_text(message or info.message),
         retryable=info.retryable,
         param=param,
         retry_after_ms=retry_after_ms,

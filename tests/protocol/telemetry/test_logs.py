@@ -43,6 +43,10 @@ def test_the_member_of_an_enumeration_is_logged_as_its_value(
     assert shown in re.sub("\x1b\\[[0-9;]*m", "", out)
 
 
+def test_a_name_that_is_no_text_is_logged_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert r"a\udcff" in logged(monkeypatch, "json", "model_not_loaded", error="a\udcff.gguf")
+
+
 @pytest.mark.parametrize("form", ["json", "console"])
 def test_an_exception_is_logged_without_the_values_of_its_variables(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     out = io.StringIO()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tokenbus.protocol.wire import errors
+from tokenbus.protocol.wire import codec, errors
 from tokenbus.protocol.wire.errors import Code
 
 TABLE = {
@@ -59,3 +59,9 @@ def test_the_exception_carries_its_error_and_reads_as_code_and_message() -> None
     raised = errors.request_error(Code.UNSUPPORTED, "no grammar here", param="grammar")
     assert raised.error == errors.make_error(Code.UNSUPPORTED, "no grammar here", param="grammar")
     assert str(raised) == "unsupported: no grammar here"
+
+
+def test_a_message_with_a_name_that_is_no_text_can_be_sent() -> None:
+    error = errors.make_error(Code.INVALID_REQUEST, "a\udcff: is wrong")
+    assert error.message == r"a\udcff: is wrong"
+    codec.encode(error)

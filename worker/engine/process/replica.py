@@ -100,13 +100,14 @@ def serve(
 def _failure(error: BaseException) -> ipc.LoadFailed:
     """Returns what the frontend is told about a failed load; an unexpected exception is logged."""
     if isinstance(error, ModelError):
-        return ipc.LoadFailed(str(error), isinstance(error, ModelTooLargeError))
+        return ipc.LoadFailed(errors.as_text(str(error)), isinstance(error, ModelTooLargeError))
     if isinstance(error, DeviceError):
-        return ipc.LoadFailed(f"the device failed: {error}", may_pass=True)
+        return ipc.LoadFailed(errors.as_text(f"the device failed: {error}"), may_pass=True)
     if isinstance(error, MemoryError):
         return ipc.LoadFailed("there is too little memory to load the model", is_too_large=True)
     structlog.get_logger().error("load_failed", exc_info=error)
-    return ipc.LoadFailed(f"the engine failed while it loaded the model: {type(error).__name__}: {error}")
+    problem = f"the engine failed while it loaded the model: {type(error).__name__}: {error}"
+    return ipc.LoadFailed(errors.as_text(problem))
 
 
 def _open_copies(runner: Runner, memory_fd: int | None, folder: CacheFolder | None) -> None:

@@ -184,6 +184,11 @@ class _Panic(BaseException):
 
 FAILURES = {
     "refused": (ModelError("wrong"), ipc.LoadFailed("wrong")),
+    "name that is no text": (ModelError("a\udcff.gguf: is wrong"), ipc.LoadFailed("a\\udcff.gguf: is wrong")),
+    "panic with such a name": (
+        _Panic("at \udcff"),
+        ipc.LoadFailed("the engine failed while it loaded the model: _Panic: at \\udcff"),
+    ),
     "too large": (ModelTooLargeError("too large"), ipc.LoadFailed("too large", is_too_large=True)),
     "no memory": (MemoryError(), ipc.LoadFailed("there is too little memory to load the model", is_too_large=True)),
     "device": (DeviceError("gone"), ipc.LoadFailed("the device failed: gone", may_pass=True)),
