@@ -409,6 +409,7 @@ class EngineClient:
         assert self._connection is not None
         # first, so that routers know before any client is told
         self.listener.engine_died()
+        self._connection.link.catch_up()  # a load may have begun
         attribution, is_computing = self._connection.link.crash_attribution, self._sequences.num_computing > 0
         may_be_unbegun = not is_computing and not attribution.may_be_a_load
         self._pooling.lose_engine(attribution.suspect_calls(self), may_be_unbegun=may_be_unbegun)

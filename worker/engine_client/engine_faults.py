@@ -5,9 +5,9 @@ fixed limit alone would kill large models on slow devices, so a step counts as s
 limit and also ten times older than the longest step so far.
 
 Every sequence that was in a step is suspect of a crash, and every call for embeddings or scores that was in a batch, of
-any replica, since replicas share the process. A process that ends while a model is loaded for the first time has ended
-for that, unless it was trying out a suspect: engine libraries end on some files. After a crash the suspects are tried
-one at a time: if the process dies again, only the one that was tried is to blame (decision 0023).
+any replica, since replicas share the process. A process that ends while a library loads a model for the first time has
+ended for that, unless it was trying out a suspect: engine libraries end on some files. After a crash the suspects are
+tried one at a time: if the process dies again, only the one that was tried is to blame (decision 0023).
 """
 
 from collections.abc import Iterable
@@ -59,19 +59,26 @@ class CrashAttribution:
         """The calls in the batch that each replica is computing."""
         self._on_probation: object | None = None
         """The replica whose batch has a call that was in a dead process's batch."""
+        self._new: set[int] = set()
+        """The numbers of the replicas whose models have never been served."""
         self._loading: set[int] = set()
-        """The numbers of the replicas whose models are loaded for the first time. They give up after a few deaths, so
-        no request that ends engines is excused for long."""
+        """Those of them whose models a library loads, which takes no hours, as a download may. They give up after a few
+        deaths, so no request that ends engines is excused for long."""
 
     def __repr__(self) -> str:
         return f"<CrashAttribution isolated {self._isolated} stuck {self._stuck} pooled {self._pooled}>"
 
+    def will_load(self, number: int) -> None:
+        """Notes that a model will be loaded that has never been served. The number is the replica's in the process."""
+        self._new.add(number)
+
     def load_began(self, number: int) -> None:
-        """Notes that a model is loaded that has never been served. The number is the replica's in the process."""
-        self._loading.add(number)
+        """Notes that a library loads a replica's model. This may be learned after its end."""
+        self._loading |= {number} & self._new
 
     def load_ended(self, number: int) -> None:
         """Notes that a replica serves or can't. One whose process has ended is still loading, as far as that goes."""
+        self._new.discard(number)
         self._loading.discard(number)
 
     @property

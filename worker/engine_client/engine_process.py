@@ -49,6 +49,8 @@ class EngineLink:
     """Waits until the other side has ended, as it does when the socket is closed; returns how."""
     number: int = 0
     """The replica's number in the process."""
+    catch_up: Callable[[], None] = lambda: None
+    """Takes what the process has reported and was not read yet."""
 
 
 class EngineConnection(asyncio.Protocol):
@@ -234,10 +236,10 @@ class _Running:
         finally:
             theirs.close()
         if not has_served:
-            self.crash_attribution.load_began(number)
+            self.crash_attribution.will_load(number)
         closed = self._closed[number] = asyncio.get_running_loop().create_future()
         wait = partial(self.wait_closed, closed)
-        return EngineLink(ours, self.pid, self.crash_attribution, self.kill, wait, number)
+        return EngineLink(ours, self.pid, self.crash_attribution, self.kill, wait, number, self._catch_up)
 
     def kill(self) -> None:
         self._is_killed = True
@@ -251,15 +253,23 @@ class _Running:
         # closing the last replica ends the process, and how it ended says more
         return await self._end if not self._closed or not closed.done() else closed.result()
 
+    def _catch_up(self) -> None:
+        if not self._end.done():
+            self._read_control()
+
     def _read_control(self) -> None:
         try:
             data = self._control.recv(1 << 16)
+        except BlockingIOError:  # nothing new
+            return
         except OSError:
             data = b""
         if not data:
             asyncio.get_running_loop().remove_reader(self._control.fileno())
         for body in self._frame_decoder.feed(data):
             match ipc.process_message_decoder.decode(body):
+                case ipc.LoadBegan(number):
+                    self.crash_attribution.load_began(number)
                 case ipc.ReplicaClosed(number):
                     self.crash_attribution.load_ended(number)
                     self._closed.pop(number).set_result("the replica was closed")

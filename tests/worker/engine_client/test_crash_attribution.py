@@ -78,6 +78,7 @@ def test_only_the_suspects_of_a_poisoned_memory_are_blamed_whatever_else_was_com
 def test_nobody_is_blamed_while_a_model_is_loaded_for_the_first_time() -> None:
     attribution = CrashAttribution()
     attribution.batch_changed(OTHER, [7], on_probation=False)
+    attribution.will_load(3)
     attribution.load_began(3)
     assert attribution.may_be_a_load
     assert not attribution.may_be_caused_by(ONE, 1)
@@ -88,8 +89,27 @@ def test_nobody_is_blamed_while_a_model_is_loaded_for_the_first_time() -> None:
     assert attribution.suspect_calls(OTHER) == {7}
 
 
+def test_a_model_that_is_only_downloaded_or_waits_for_its_turn_excuses_nobody() -> None:
+    attribution = CrashAttribution()
+    attribution.batch_changed(OTHER, [7], on_probation=False)
+    attribution.will_load(3)
+    assert not attribution.may_be_a_load
+    assert attribution.may_be_caused_by(ONE, 1)
+    assert attribution.suspect_calls(OTHER) == {7}
+
+
+def test_a_model_that_has_been_served_or_is_loaded_by_now_excuses_nobody() -> None:
+    attribution = CrashAttribution()
+    attribution.load_began(2)
+    attribution.will_load(3)
+    attribution.load_ended(3)
+    attribution.load_began(3)
+    assert not attribution.may_be_a_load
+
+
 def test_a_suspect_that_is_tried_out_is_to_blame_whatever_is_loaded_beside_it() -> None:
     attribution = CrashAttribution()
+    attribution.will_load(3)
     attribution.load_began(3)
     attribution.step_isolated(ONE, 1)
     assert not attribution.may_be_a_load
@@ -99,6 +119,7 @@ def test_a_suspect_that_is_tried_out_is_to_blame_whatever_is_loaded_beside_it() 
 
 def test_a_call_that_is_tried_out_is_to_blame_whatever_is_loaded_beside_it() -> None:
     attribution = CrashAttribution()
+    attribution.will_load(3)
     attribution.load_began(3)
     attribution.batch_changed(ONE, [7], on_probation=True)
     assert attribution.suspect_calls(ONE) == {7}
@@ -106,6 +127,7 @@ def test_a_call_that_is_tried_out_is_to_blame_whatever_is_loaded_beside_it() -> 
 
 def test_a_step_that_never_ends_is_to_blame_whatever_is_loaded_beside_it() -> None:
     attribution = CrashAttribution()
+    attribution.will_load(3)
     attribution.load_began(3)
     attribution.step_stuck(ONE)
     assert attribution.may_be_caused_by(ONE, 1)

@@ -4,10 +4,13 @@ to an engine that hangs, or can't load its model, says so."""
 import asyncio
 import contextlib
 import socket
+from pathlib import Path
 
 import pytest
 
+from tokenbus import demo
 from tokenbus.worker.contract.engine_errors import ModelError, ModelTooLargeError
+from tokenbus.worker.contract.engine_settings import EngineSettings
 from tokenbus.worker.engine.process import ipc
 from tokenbus.worker.engine_client.engine_faults import CrashAttribution
 from tokenbus.worker.engine_client.engine_process import (
@@ -15,6 +18,7 @@ from tokenbus.worker.engine_client.engine_process import (
     EngineConnection,
     EngineDiedError,
     EngineLink,
+    EngineProcess,
 )
 
 
@@ -70,6 +74,7 @@ async def test_an_engine_that_hangs_while_it_loads_is_killed_and_named() -> None
 async def test_a_load_that_failed_is_told_as_what_it_is(failed: ipc.LoadFailed, kind: type[Exception]) -> None:
     ours, theirs = socket.socketpair()
     attribution = CrashAttribution()
+    attribution.will_load(5)
     attribution.load_began(5)
     connection = EngineConnection(
         EngineLink(ours, 1, attribution, lambda: None, _ended, 5), lambda report: None, lambda: None
@@ -80,3 +85,22 @@ async def test_a_load_that_failed_is_told_as_what_it_is(failed: ipc.LoadFailed, 
             await connection.open()
     assert not attribution.may_be_a_load
     await connection.close()
+
+
+@pytest.mark.parametrize("model", [demo.MODEL_PATH, demo.ONNX_PATH], ids=["gguf", "onnx"])
+@pytest.mark.parametrize("is_there", [True, False])
+async def test_a_load_counts_as_one_once_its_files_are_there(
+    model: Path, is_there: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = EngineSettings(model=str(model) if is_there else str(model / "missing.onnx"), threads=1)
+    process = EngineProcess()
+    link = await process.open(settings, has_served=False)
+    began: list[int] = []
+    monkeypatch.setattr(link.crash_attribution, "load_began", began.append)
+    connection = EngineConnection(link, lambda report: None, lambda: None)
+    with contextlib.nullcontext() if is_there else pytest.raises(ModelError):
+        await connection.open()
+    link.catch_up()
+    assert began == ([link.number] if is_there else [])
+    async with asyncio.timeout(10):
+        assert await connection.close() == f"engine process {link.pid} exited with status 0"

@@ -47,14 +47,17 @@ def load(
     progress: Callable[[float], None],
     models: LoadedModels[GgufModel] | None = None,
     planner: MemoryPlanner | None = None,
+    begin: Callable[[], None] = lambda: None,
 ) -> Runner:
-    """Returns a runner over a model that replicas share. `progress` gets the fraction loaded, from 0 to 1.
+    """Returns a runner over a model that replicas share. `progress` gets the fraction loaded, from 0 to 1. `begin` is
+    called when the files are there.
 
     Raises ModelError if the file can't be served, or for settings that the model or the memory can't meet."""
     backend.init()
     settings_resolution.validate(settings)  # before a long download
     files = ModelFiles.from_paths(settings.files) or _find(settings, progress)
     models, planner = models or LoadedModels(), planner or MemoryPlanner()
+    begin()
     model = models.acquire(model_key(files, settings), lambda: GgufModel(files, settings, progress, planner))
     try:
         resolved = settings_resolution.resolve(settings, model.generation_config)

@@ -42,8 +42,10 @@ def load(
     progress: Callable[[float], None],
     models: LoadedModels[OnnxModel],
     planner: MemoryPlanner | None = None,
+    begin: Callable[[], None] = lambda: None,
 ) -> Runner:
-    """Returns a runner over a model that replicas share. `progress` gets the fraction loaded, from 0 to 1.
+    """Returns a runner over a model that replicas share. `progress` gets the fraction loaded, from 0 to 1. `begin` is
+    called when the files are there.
 
     Raises ModelError if the files can't be served, or for settings that the model or the machine can't meet."""
     settings_resolution.validate(settings)
@@ -51,6 +53,7 @@ def load(
     layout = OnnxLayout(on_gpu=chosen.kind != "cpu")
     files = ModelFiles.from_paths(settings.files) or registry.find_as(settings.model, (layout,), progress)
     planner = planner or MemoryPlanner()
+    begin()
     model = models.acquire(model_key(files, settings, chosen), lambda: OnnxModel(files, settings, chosen, planner))
     try:
         return _open(model, settings, planner, lambda: models.release(model))

@@ -156,6 +156,12 @@ class OpenReplica(IpcMessage, frozen=True):
     """Whether a file for copies of blocks is attached too."""
 
 
+class LoadBegan(IpcMessage, frozen=True):
+    """Engine process to frontend: the files of a replica's model are there, and a library begins to load them."""
+
+    number: int
+
+
 class ReplicaClosed(IpcMessage, frozen=True):
     """Engine process to frontend: a replica has ended and freed its memory."""
 
@@ -409,12 +415,12 @@ _encoder = msgspec.msgpack.Encoder()
 command_decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
 report_decoder: msgspec.msgpack.Decoder[Report] = msgspec.msgpack.Decoder(Report)
 open_decoder: msgspec.msgpack.Decoder[OpenReplica] = msgspec.msgpack.Decoder(OpenReplica)
-process_message_decoder: msgspec.msgpack.Decoder[ReplicaClosed | ExitReason] = msgspec.msgpack.Decoder(
-    ReplicaClosed | ExitReason
+process_message_decoder: msgspec.msgpack.Decoder[LoadBegan | ReplicaClosed | ExitReason] = msgspec.msgpack.Decoder(
+    LoadBegan | ReplicaClosed | ExitReason
 )
 
 
-def encode(frame: Command | Report | OpenReplica | ReplicaClosed | ExitReason) -> bytes:
+def encode(frame: Command | Report | OpenReplica | LoadBegan | ReplicaClosed | ExitReason) -> bytes:
     body = _encoder.encode(frame)
     return _LENGTH.pack(len(body)) + body
 

@@ -44,8 +44,9 @@ _REPORT_S = 10.0
 _MAX_EXIT_REASON_CHARS = 1_000
 _FINGERPRINT = re.compile(r"[\w.-]{1,64}", re.ASCII)
 
-Load = Callable[[EngineSettings, Callable[[float], None]], Runner]
-"""Makes a replica's runner, and calls its second argument with the fraction loaded. Raises ModelError."""
+Load = Callable[[EngineSettings, Callable[[float], None], Callable[[], None]], Runner]
+"""Makes a replica's runner, and calls its second argument with the fraction loaded, and its third when the files are
+there and a library begins to load them. Raises ModelError."""
 
 
 class Loader(NamedTuple):
@@ -88,14 +89,18 @@ class ReplicaServer:
         settings = opened.settings
         kv_memory: KvShare | None = None
 
+        def begin() -> None:
+            with self._lock:
+                self._control.sendall(ipc.encode(ipc.LoadBegan(opened.number)))
+
         def load(progress: Callable[[float], None]) -> Runner:
             nonlocal kv_memory
             with self._turn_to_load(progress):
                 loader = self._find_loader(settings)
                 if not settings.kv_pool_bytes or loader.lends_lanes(settings):
-                    return loader.load(settings, progress)
+                    return loader.load(settings, progress, begin)
                 kv_memory = fixed = self._kv_pool.reserve(settings)
-                runner = loader.load(settings, progress)
+                runner = loader.load(settings, progress, begin)
                 fixed.resize(runner.config.kv_bytes)
                 return runner
 
@@ -160,7 +165,7 @@ class ReplicaServer:
 def _sim_loader(on_exit: OnExit, planner: MemoryPlanner) -> Loader:
     from tokenbus.worker.engine.sim.runner import load
 
-    return Loader(load)
+    return Loader(lambda settings, progress, begin: load(settings, progress))
 
 
 def _gguf_loader(on_exit: OnExit, planner: MemoryPlanner) -> Loader:
@@ -170,7 +175,7 @@ def _gguf_loader(on_exit: OnExit, planner: MemoryPlanner) -> Loader:
 
     backend.on_abort(on_exit)
     models: LoadedModels[GgufModel] = LoadedModels()
-    return Loader(lambda settings, progress: load(settings, progress, models, planner))
+    return Loader(lambda settings, progress, begin: load(settings, progress, models, planner, begin))
 
 
 def _onnx_loader(on_exit: OnExit, planner: MemoryPlanner) -> Loader:
@@ -178,7 +183,7 @@ def _onnx_loader(on_exit: OnExit, planner: MemoryPlanner) -> Loader:
     from tokenbus.worker.engine.onnx.runner import lends_lanes, load
 
     models: LoadedModels[OnnxModel] = LoadedModels()
-    return Loader(lambda settings, progress: load(settings, progress, models, planner), lends_lanes)
+    return Loader(lambda settings, progress, begin: load(settings, progress, models, planner, begin), lends_lanes)
 
 
 _LOADERS: dict[str, Callable[[OnExit, MemoryPlanner], Loader]] = {

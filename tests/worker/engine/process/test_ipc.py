@@ -137,7 +137,8 @@ def test_a_report_comes_back_as_it_was(report: ipc.Report) -> None:
 
 
 def test_every_kind_of_message_is_tried_here() -> None:
-    tried = {type(frame) for frame in (*COMMANDS, *REPORTS)} | {ipc.OpenReplica, ipc.ReplicaClosed, ipc.ExitReason}
+    about_process = {ipc.LoadBegan, ipc.ReplicaClosed, ipc.ExitReason}
+    tried = {type(frame) for frame in (*COMMANDS, *REPORTS)} | {ipc.OpenReplica} | about_process
     assert tried == set(ipc.IpcMessage.__subclasses__())
 
 
@@ -160,8 +161,10 @@ def test_the_sockets_of_replicas_come_beside_their_messages_in_order() -> None:
     process.close()
 
 
-@pytest.mark.parametrize("frame", [ipc.ReplicaClosed(7), ipc.ExitReason("an assertion failed")])
-def test_the_end_of_a_replica_or_process_comes_back_as_it_was(frame: ipc.ReplicaClosed | ipc.ExitReason) -> None:
+@pytest.mark.parametrize("frame", [ipc.LoadBegan(7), ipc.ReplicaClosed(7), ipc.ExitReason("an assertion failed")])
+def test_what_is_told_about_a_process_comes_back_as_it_was(
+    frame: ipc.LoadBegan | ipc.ReplicaClosed | ipc.ExitReason,
+) -> None:
     (body,) = ipc.FrameDecoder().feed(ipc.encode(frame))
     assert ipc.process_message_decoder.decode(body) == frame
 
