@@ -24,6 +24,7 @@ from tokenbus.worker.broker.lifeline import Lifeline
 from tokenbus.worker.contract.engine_errors import ModelError, ModelTooLargeError
 from tokenbus.worker.engine_client.engine_process import EngineProcess
 from tokenbus.worker.engine_client.trial import Trials
+from tokenbus.worker.files.regular import on_daemon_thread
 from tokenbus.worker.models import registry
 from tokenbus.worker.on_demand import model_sizes
 from tokenbus.worker.on_demand.models import OnDemandModels, OnDemandReplica
@@ -241,7 +242,7 @@ class WorkerProcess:
         engines = {model.engine.model: model.engine for model in models if not model.on_demand}
         if len(engines) < 2:
             return {}
-        return {name: await asyncio.to_thread(model_sizes.weight_bytes, one) for name, one in engines.items()}
+        return {name: await on_daemon_thread(partial(model_sizes.weight_bytes, one)) for name, one in engines.items()}
 
     async def _load_on_demand(self, name: str, worker_id: str, on_progress: OnProgress) -> None:
         """Requests a model as routers do, until it is loaded."""
@@ -267,7 +268,7 @@ class WorkerProcess:
                 raise ModelError("the worker stops")
 
         layouts = registry.layouts(registry.engine_of(name, self._settings.models[0].engine.engine))
-        fetching = tasks.awaited(asyncio.to_thread(fetch, name, layouts, note))
+        fetching = on_daemon_thread(partial(fetch, name, layouts, note))
         try:
             while not (await asyncio.wait([fetching], timeout=_PROGRESS_INTERVAL_S))[0]:
                 on_progress(internal.ControlReply(ok=True, progress=round(min(max(share, _LEAST_PROGRESS), 0.99), 3)))

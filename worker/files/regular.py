@@ -5,13 +5,12 @@ at once without blocking, and is then seen to be one. Whoever must not wait, lik
 
 import asyncio
 import contextlib
-import functools
 import os
 import stat
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from tokenbus.worker.contract.engine_errors import ModelError
 
@@ -56,46 +55,62 @@ def read_regular(path: str | Path, max_bytes: int) -> bytes:
     return data
 
 
+def on_daemon_thread(function: Callable[[], ResultT]) -> "asyncio.Future[ResultT]":
+    """Calls a function on a thread of its own, which does not keep this process from ending."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[ResultT] = loop.create_future()
+
+    def tell(result: ResultT | None, problem: Exception | None) -> None:
+        if done.done():
+            return  # cancelled
+        if problem is not None:
+            done.set_exception(problem)
+        else:
+            done.set_result(cast(ResultT, result))
+
+    def call() -> None:
+        result, problem = None, None
+        try:
+            result = function()
+        except Exception as error:  # outermost frame of a thread
+            problem = error
+        with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
+            loop.call_soon_threadsafe(tell, result, problem)
+
+    threading.Thread(target=call, name="files", daemon=True).start()
+    return done
+
+
 async def on_thread(
     path: str | Path,
     function: Callable[[], ResultT],
     discard: Callable[[ResultT], None],
     timeout_s: float = OPEN_TIMEOUT_S,
 ) -> ResultT:
-    """Calls a function that opens `path` on a thread of its own, which does not keep this process from ending. What
-    comes when nobody waits for it any more is given to `discard`.
+    """Calls a function that opens `path` on a thread that does not keep this process from ending. What comes when
+    nobody waits for it any more is given to `discard`.
 
     Raises ModelError if that takes too long, or if too many such calls have not returned yet."""
     if not _waiting.acquire(blocking=False):
         raise ModelError(f"{path}: {MAX_WAITING} other files are on mounts that do not answer")
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[ResultT] = loop.create_future()
 
-    def tell(result: ResultT) -> None:
-        if done.done():
-            discard(result)
-        else:
-            done.set_result(result)
-
-    def fail(problem: Exception) -> None:
-        if not done.done():
-            done.set_exception(problem)
-
-    def call() -> None:
+    def call() -> ResultT:
         try:
-            result = function()
-        except Exception as error:  # outermost frame of a thread
-            outcome = functools.partial(fail, error)
-        else:
-            outcome = functools.partial(tell, result)
+            return function()
         finally:
             _waiting.release()
-        with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
-            loop.call_soon_threadsafe(outcome)
 
-    threading.Thread(target=call, name="open a file", daemon=True).start()
+    def drop(done: "asyncio.Future[ResultT]") -> None:
+        if done.exception() is None:
+            discard(done.result())
+
+    opening = on_daemon_thread(call)
     try:
         async with asyncio.timeout(timeout_s):
-            return await done
+            return await asyncio.shield(opening)
     except TimeoutError as error:
+        opening.add_done_callback(drop)
         raise ModelError(f"{path}: the file system does not answer within {timeout_s:g} s") from error
+    except asyncio.CancelledError:
+        opening.add_done_callback(drop)
+        raise

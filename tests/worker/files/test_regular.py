@@ -2,6 +2,8 @@
 
 import asyncio
 import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -78,3 +80,16 @@ async def test_so_many_mounts_that_do_not_answer_are_waited_for_and_no_more() ->
 async def test_what_goes_wrong_on_the_thread_is_raised_where_it_is_awaited() -> None:
     with pytest.raises(ModelError, match="no-such"):
         await on_thread("/no-such", lambda: open_regular("/no-such"), os.close)
+
+
+def test_a_thread_that_waits_for_a_mount_keeps_no_process_from_ending() -> None:
+    script = """
+import asyncio, threading
+from tokenbus.worker.files.regular import on_daemon_thread
+
+async def main():
+    on_daemon_thread(threading.Event().wait)
+
+asyncio.run(main())
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=30)

@@ -4,7 +4,7 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
-from typing import cast
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -16,6 +16,7 @@ from tokenbus.protocol.wire import errors, internal, subjects
 from tokenbus.worker.broker.lifeline import Lifeline
 from tokenbus.worker.contract.engine_errors import ModelError
 from tokenbus.worker.contract.engine_settings import EngineSettings
+from tokenbus.worker.engine.memory.fit import ModelFacts
 from tokenbus.worker.on_demand.models import LoadListener, OnDemandModels, OnDemandReplica
 from tokenbus.worker.settings.settings import ModelToServe, WorkerSettings
 from tokenbus.worker.telemetry.metrics import WorkerMetrics
@@ -198,5 +199,52 @@ async def test_a_model_whose_files_never_come_is_refused_and_one_that_comes_slow
         assert refused.error is not None
         assert "elsewhere: nothing of its files came for 0.2 s" in refused.error.message
         assert replicas["slow"].listener.want("slow").ok
+    finally:
+        ended.set()
+
+
+async def test_the_wait_for_files_begins_with_their_thread(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that is measured after others may wait for hours: they are downloaded."""
+    may_end, second_began = threading.Event(), threading.Event()
+
+    def read(settings: EngineSettings, progress: Callable[[float], None]) -> ModelFacts:
+        if settings is SIM:
+            while not may_end.wait(0.001):
+                progress(0.5)
+        else:
+            second_began.set()
+        return ModelFacts(0, 0, 0, 0, 0, 0)
+
+    rounds = 0
+    own_wait = asyncio.wait
+
+    async def wait(*given: Any, **named: Any) -> Any:
+        nonlocal rounds
+        rounds += 1
+        if rounds == 5:
+            may_end.set()
+        return await own_wait(*given, **named)
+
+    monkeypatch.setattr("tokenbus.worker.on_demand.models.asyncio.wait", wait)
+    monkeypatch.setattr("tokenbus.worker.on_demand.models._MAX_MEASURED", 1)
+    monkeypatch.setattr("tokenbus.worker.on_demand.models._MEASURE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("tokenbus.worker.on_demand.model_sizes.read_facts", read)
+    replicas = serve(first=SIM, second=msgspec.structs.replace(SIM, model="steps-of-60ms"))
+    reply = await answer(replicas["second"], until=lambda reply: reply.error is not None or second_began.is_set())
+    assert (reply.error, may_end.is_set()) == (None, True)
+
+
+async def test_a_model_behind_others_whose_files_never_come_is_refused(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = threading.Event()
+    monkeypatch.setattr("tokenbus.worker.on_demand.models._MAX_MEASURED", 1)
+    monkeypatch.setattr("tokenbus.worker.on_demand.models._MEASURE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("tokenbus.worker.on_demand.model_sizes.read_facts", lambda *_: ended.wait())
+    try:
+        replicas = serve(first=SIM, second=SIM)
+        refused = await answer(replicas["second"], until=lambda reply: reply.error is not None)
+        assert refused.error is not None
+        assert "1 other models are on mounts that do not answer" in refused.error.message
     finally:
         ended.set()
