@@ -97,7 +97,7 @@ def served_name(model: str) -> str:
         repository = model.partition(":")[0].rpartition("/")[2]
         return repository.lower().removesuffix("-gguf").removesuffix("-onnx")
     path = Path(model)
-    name = os.path.basename(os.path.abspath(model_folder(path))) if path.suffix == ".onnx" else stem_of(path.name)
+    name = os.path.basename(os.path.realpath(model_folder(path))) if path.suffix == ".onnx" else stem_of(path.name)
     return name.lower()
 
 

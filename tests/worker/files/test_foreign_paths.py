@@ -62,6 +62,12 @@ def test_a_link_to_itself_has_a_name_too(tmp_path: Path) -> None:
     assert registry.served_name(str(tmp_path / "folder" / "model.onnx")) == "folder"
 
 
+def test_a_graph_behind_a_link_is_named_after_the_folder_that_it_leads_to(tmp_path: Path) -> None:
+    (tmp_path / "qwen-int4").mkdir()
+    (tmp_path / "current").symlink_to("qwen-int4")
+    assert registry.served_name(str(tmp_path / "current" / "model.onnx")) == "qwen-int4"
+
+
 @pytest.mark.parametrize("sidecar", ["config.json", "tokenizer.json", "generation_config.json"])
 def test_a_sidecar_that_is_a_link_out_of_the_folder_is_refused(tmp_path: Path, sidecar: str) -> None:
     secret, folder = tmp_path / "secret", tmp_path / "model"

@@ -125,6 +125,8 @@ class SlotStore:
                 os.pwrite(region, header, 0)
         except OSError as error:
             self._fd = -1
+            if fd is None:
+                os.close(region)
             raise RegionError(self._allocation_problem(error)) from error
         used = {slot for copy in self._copies.values() for slot in copy.slots}
         self._free = [slot for slot in reversed(range(self.layout.num_slots)) if slot not in used]

@@ -71,11 +71,11 @@ def serve(
         ready = ipc.encode(ipc.Ready(config, runner.token_bytes, runner.bundle, recovery, loop.take_recovered()))
     except ConnectionError:  # the frontend has closed its end
         if runner is not None:
-            runner.close()
+            _close(runner)
         raise
     except BaseException as error:  # outermost frame of a load; Rust's panics are no Exception
         if runner is not None:
-            runner.close()
+            _close(runner)
         send(_failure(error))
         return
     calls = _Calls(runner, inbox, send)
@@ -92,9 +92,13 @@ def serve(
             sock.shutdown(socket.SHUT_RDWR)
         reader.join(_TOKENIZE_GRACE_S)
         if not reader.is_alive():  # else a text is still being tokenized, using what would be closed
-            runner.close()
-            if runner.copies is not None:
-                runner.copies.close()
+            _close(runner)
+
+
+def _close(runner: Runner) -> None:
+    runner.close()
+    if runner.copies is not None:
+        runner.copies.close()
 
 
 def _failure(error: BaseException) -> ipc.LoadFailed:

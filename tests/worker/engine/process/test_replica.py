@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.support.arithmetic import ArithmeticRunner
+from tests.support.arithmetic import ArithmeticRunner, exchanging, make_config
 from tokenbus.protocol.wire import block_hash, codec, errors, internal
 from tokenbus.worker.contract import engine_request
 from tokenbus.worker.contract.engine_errors import DeviceError, ModelError, ModelTooLargeError
@@ -227,6 +227,20 @@ def test_a_model_that_can_not_be_served_or_described_is_closed_and_told(sizes: d
     assert isinstance(report, ipc.LoadFailed)
     assert "Error: " in report.message
     assert closed == ["closed"]
+
+
+def test_a_load_that_fails_after_its_copies_were_opened_closes_them() -> None:
+    runner = ArithmeticRunner(exchanging(make_config()))
+    copies = runner.opened_copies()
+
+    def fail(*_: object) -> None:
+        assert copies.is_open
+        raise ModelError("no place in the pool")
+
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        replica.serve(theirs, lambda _: runner, step_target_s=0.05, join_pool=fail)
+    assert not copies.is_open
 
 
 def test_a_load_whose_frontend_has_gone_ends_without_a_word() -> None:
