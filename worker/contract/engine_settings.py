@@ -57,6 +57,9 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     """A GGUF or ONNX file, a directory containing one or safetensors, or a name on the Hub."""
     files: dict[str, str] = {}
     """The files that an earlier engine found: a restart does not search again, so it can't find another model."""
+    follow_links: bool = True
+    """Whether files beside the weights may be links to anywhere. Those of a model that a message names may not: they
+    could be any files of this machine."""
     quantize: str = ""
     """The type to which a model in safetensors is converted, such as `q8_0`; empty means `f16`."""
     engine: str = "auto"

@@ -156,24 +156,28 @@ class Layout(ABC):
         names = os.listdir(path) if os.path.isdir(path) else [path.name]
         return any(map(self.is_weights, names))
 
-    def find(self, path: Path) -> ModelFiles:
-        """Finds a model on this machine. Raises ModelError, saying what to do, if it can't."""
+    def find(self, path: Path, *, follow_links: bool = True) -> ModelFiles:
+        """Finds a model on this machine. Raises ModelError, saying what to do, if it can't, or if it is not to follow
+        links and a sidecar is one out of the folder."""
         is_folder = os.path.isdir(path)
         folder = path if is_folder else self.folder_of(path)
         weights = self.complete(folder / self.in_folder(folder) if is_folder else path)
         sidecars = {name: folder / name for name in self.sidecars if os.path.isfile(folder / name)}
-        for file in sidecars.values():
-            if not is_beside(file, folder, weights):
-                raise ModelError(f"{file}: is a link out of the model's folder; put the file itself there")
+        for file in () if follow_links else sidecars.values():
+            check_link(file, folder, weights)
         return ModelFiles(weights, sidecars)
 
 
-def is_beside(file: Path, folder: Path, weights: Path) -> bool:
-    """Whether a file is in a model's folder, or a link to one where its weights are: the Hub's cache consists of
-    links. Any other file of this machine could be what a link leads to."""
+def check_link(file: Path, folder: Path, weights: Path) -> None:
+    """Raises ModelError unless a file is in a model's folder, or a link to one where its weights are: the Hub's cache
+    consists of links. Any other file of this machine could be what a link leads to."""
     real = os.path.realpath(file)
     within = os.path.join(os.path.realpath(folder), "")
-    return real.startswith(within) or os.path.dirname(real) == os.path.dirname(os.path.realpath(weights))
+    if not real.startswith(within) and os.path.dirname(real) != os.path.dirname(os.path.realpath(weights)):
+        raise ModelError(
+            f"{file}: is a link out of the model's folder; put the file itself there, or name the model when the "
+            "worker starts"
+        )
 
 
 StructT = TypeVar("StructT", bound=msgspec.Struct)

@@ -58,7 +58,9 @@ def find(model: str, progress: Callable[[float], None]) -> ModelFiles:
     return find_as(model, layouts(engine_of(model)), progress)
 
 
-def find_as(model: str, layouts: Sequence[Layout], progress: Callable[[float], None]) -> ModelFiles:
+def find_as(
+    model: str, layouts: Sequence[Layout], progress: Callable[[float], None], *, follow_links: bool = True
+) -> ModelFiles:
     """Finds a model by the first layout that recognises it, downloading it from the Hub if necessary.
 
     `progress` is called with the share downloaded, from 0 to 1. Raises ModelError, saying what to do, if there is no
@@ -66,7 +68,8 @@ def find_as(model: str, layouts: Sequence[Layout], progress: Callable[[float], N
     if not is_hub_name(model):
         path = Path(model)
         try:
-            return next((layout for layout in layouts if layout.recognises(path)), layouts[0]).find(path)
+            layout = next((layout for layout in layouts if layout.recognises(path)), layouts[0])
+            return layout.find(path, follow_links=follow_links)
         except (OSError, ValueError) as error:
             raise ModelError(f"{model}: can't be read: {getattr(error, 'strerror', None) or error}") from error
     from tokenbus.worker.models import fetch  # slow to import, and local models don't need it

@@ -41,7 +41,7 @@ def read_facts(settings: EngineSettings, progress: Callable[[float], None]) -> M
     if engine == "sim":
         return ModelFacts(0, 0, 0, 0, 0, 0)
     layouts = registry.layouts(engine)
-    files = registry.find_as(settings.model, layouts, progress)
+    files = registry.find_as(settings.model, layouts, progress, follow_links=settings.follow_links)
     num_seqs = settings.max_num_seqs if settings.max_num_seqs > 0 else 16
     if engine == "gguf" and files.weights.suffix != SAFETENSORS_SUFFIX:
         size = gguf_facts.weight_bytes(files.weights)

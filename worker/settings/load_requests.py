@@ -25,6 +25,7 @@ _NOT_LOADABLE = {"model", "files", "engine", "scheduler", "onnx"} | {
     "memory_kept_bytes",
     "keep_cache",
     "keep_cache_mib",
+    "follow_links",
 }
 """Engine settings that a `load` message can't set by name."""
 
@@ -87,7 +88,8 @@ def engine_settings(own: EngineSettings, control: internal.Control) -> EngineSet
                 f"settings.{name} is not an engine setting; there are {', '.join(allowed)}",
                 param=f"settings.{name}",
             )
-    fields = msgspec.structs.asdict(own) | {"model": control.model, "files": {}} | control.settings
+    fields = msgspec.structs.asdict(own) | control.settings
+    fields |= {"model": control.model, "files": {}, "follow_links": False}
     try:
         settings = msgspec.convert(fields, EngineSettings)
         check_choices(settings)

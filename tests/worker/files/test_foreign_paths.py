@@ -10,6 +10,7 @@ import pytest
 
 from tests.support import graphs
 from tokenbus import demo
+from tokenbus.protocol.wire import errors, internal
 from tokenbus.worker.contract.engine_errors import ModelError
 from tokenbus.worker.contract.engine_settings import EngineSettings
 from tokenbus.worker.engine.onnx import graph
@@ -18,6 +19,7 @@ from tokenbus.worker.files.model_config import ModelSizes, read_sizes
 from tokenbus.worker.files.model_files import ModelFiles
 from tokenbus.worker.models import registry
 from tokenbus.worker.on_demand import model_sizes
+from tokenbus.worker.settings.load_requests import engine_settings
 
 
 def to_itself(path: Path) -> None:
@@ -33,7 +35,9 @@ UNREADABLE: dict[str, Callable[[Path], None]] = {
 
 
 def find(path: Path) -> ModelFiles:
-    return registry.find(str(path), lambda _: None)
+    """Finds a model that a message names."""
+    layouts = registry.layouts(registry.engine_of(str(path)))
+    return registry.find_as(str(path), layouts, lambda _: None, follow_links=False)
 
 
 @pytest.mark.parametrize("name", ["m.gguf", "m.onnx", "m.safetensors", "m"])
@@ -69,7 +73,9 @@ def test_a_graph_behind_a_link_is_named_after_the_folder_that_it_leads_to(tmp_pa
 
 
 @pytest.mark.parametrize("sidecar", ["config.json", "tokenizer.json", "generation_config.json"])
-def test_a_sidecar_that_is_a_link_out_of_the_folder_is_refused(tmp_path: Path, sidecar: str) -> None:
+def test_a_sidecar_that_is_a_link_out_of_the_folder_is_refused_if_a_message_names_the_model(
+    tmp_path: Path, sidecar: str
+) -> None:
     secret, folder = tmp_path / "secret", tmp_path / "model"
     secret.write_text(json.dumps({"key": "s3cret"}))
     folder.mkdir()
@@ -78,6 +84,7 @@ def test_a_sidecar_that_is_a_link_out_of_the_folder_is_refused(tmp_path: Path, s
     for named in (folder, folder / "m.gguf"):
         with pytest.raises(ModelError, match=f"{sidecar}: is a link out of the model's folder"):
             find(named)
+        assert registry.find(str(named), lambda _: None).sidecars.keys() == {sidecar}, "an operator may name it"
 
 
 @pytest.mark.parametrize("sidecar", ["../model/config.json", "..data/config.json"])
@@ -102,12 +109,11 @@ def test_a_sidecar_may_be_where_the_weights_are_as_in_the_hubs_cache(tmp_path: P
     assert set(find(snapshot).sidecars) == {"config.json"}
 
 
-@pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "link", "pipe", "itself", ""])
+@pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "pipe", "itself", ""])
 def test_weights_beside_a_graph_that_are_elsewhere_or_no_file_are_refused(tmp_path: Path, name: str) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
     (tmp_path / "secret").write_bytes(bytes(1 << 16))
-    (folder / "link").symlink_to("../secret")
     os.mkfifo(folder / "pipe")
     to_itself(folder / "itself")
     path = graphs.keep_outside(folder / "m.onnx", "weights")
@@ -119,6 +125,25 @@ def test_weights_beside_a_graph_that_are_elsewhere_or_no_file_are_refused(tmp_pa
     path.write_bytes(model.SerializeToString())
     with pytest.raises(ModelError, match=r"its weights are in .*, not beside it"):
         graph.load(path)
+
+
+def test_weights_that_are_a_link_to_another_disk_are_named_if_a_message_names_the_model(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    path = graphs.keep_outside(folder / "m.onnx", "weights")
+    (folder / "weights").rename(tmp_path / "elsewhere")
+    (folder / "weights").symlink_to("../elsewhere")
+    with pytest.raises(ModelError, match=r"model/weights: is a link out of the model's folder"):
+        graph.load(path, follow_links=False)
+    assert graph.resolve_external_data(graph.load(path), folder) == tmp_path
+
+
+def test_only_a_model_that_a_message_names_may_have_no_links_out_of_its_folder() -> None:
+    own = EngineSettings(model="own")
+    asked = engine_settings(own, internal.Control(op="load", model="asked"))
+    assert (own.follow_links, asked.follow_links) == (True, False)
+    with pytest.raises(errors.RequestError, match="follow_links is not an engine setting"):
+        engine_settings(own, internal.Control(op="load", model="asked", settings={"follow_links": True}))
 
 
 @pytest.mark.parametrize("kind", UNREADABLE)

@@ -109,7 +109,9 @@ def _open(
 
 def _find(settings: EngineSettings, progress: Callable[[float], None]) -> ModelFiles:
     """Finds a model's GGUF, or makes it if the model is published as safetensors."""
-    files = registry.find_as(settings.model, (GgufLayout(), SafetensorsLayout()), progress)
+    files = registry.find_as(
+        settings.model, (GgufLayout(), SafetensorsLayout()), progress, follow_links=settings.follow_links
+    )
     if converted.is_convertible(files):
         kind = settings.quantize or converted.DEFAULT_TYPE
         return converted.convert(settings.model, files, kind, settings.threads, progress)

@@ -20,7 +20,7 @@ from onnx import TensorProto, helper
 
 from tokenbus.worker.contract.engine_errors import ModelError
 from tokenbus.worker.files.model_config import HeadSizes
-from tokenbus.worker.files.model_files import is_beside
+from tokenbus.worker.files.model_files import check_link
 from tokenbus.worker.files.regular import read_regular
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -216,8 +216,9 @@ def _if_present(values: dict[str, onnx.ValueInfoProto], *names: str) -> str | No
     return next((name for name in names if name in values), None)
 
 
-def load(path: Path) -> onnx.ModelProto:
-    """Loads the graph without external weights. Raises ModelError if it is malformed or their files are missing."""
+def load(path: Path, *, follow_links: bool = True) -> onnx.ModelProto:
+    """Loads the graph without external weights. Raises ModelError if it is malformed or their files are missing, or if
+    it is not to follow links and one of them is one out of the folder."""
     content = read_regular(path, _MAX_BYTES)
     try:
         model = onnx.ModelProto()
@@ -227,10 +228,13 @@ def load(path: Path) -> onnx.ModelProto:
         raise ModelError(f"{path}: is no ONNX model ({reason}); fetch it again") from error
     if not all(isinstance(name, str) for name in _names(model)):
         raise ModelError(f"{path}: is no ONNX model (it has names that are no text); fetch it again")
-    missing = sorted({name for name in set(external_files(model)) if not _is_beside(path, name)})
+    names = sorted(set(external_files(model)))
+    missing = [name for name in names if not _is_beside(path, name)]
     if missing:
         named = ", ".join(missing[:_MAX_NAMED])
         raise ModelError(f"{path}: its weights are in {named}, not beside it; fetch all its files")
+    for name in () if follow_links else names:
+        check_link(path.parent / name, path.parent, path)
     return model
 
 
@@ -285,11 +289,11 @@ def _names(model: onnx.ModelProto) -> Iterator[object]:
 
 
 def _is_beside(path: Path, name: str) -> bool:
-    """Whether a file is in the model's own folder; a name that leads out of the folder never is."""
+    """Whether a file, or a link to one, is in the model's own folder; a name that leads out of the folder never is."""
     parts = Path(name).parts
     if not parts or ".." in parts or Path(name).is_absolute():
         return False
-    return os.path.isfile(path.parent / name) and is_beside(path.parent / name, path.parent, path)
+    return os.path.isfile(path.parent / name)
 
 
 def keep_last_logits(model: onnx.ModelProto, logits: str) -> bool:

@@ -120,7 +120,8 @@ class OnnxModel:
         self.files = files
         self.model_config = model_config.read_onnx_config(files.sidecars)
         self.generation_config = model_config.read_generation_config(files.sidecars, {})
-        model = graph.load(files.weights)
+        self._follow_links = settings.follow_links
+        model = graph.load(files.weights, follow_links=self._follow_links)
         self.graph = graph.read(model, where, self.model_config.head_sizes)
         self.tokenizer = OnnxTokenizer(files.sidecars, self.graph.vocab_size, where)
         self.chat_format = features.infer_chat_format(self.tokenizer.rules) if self.graph.logits is not None else None
@@ -200,7 +201,7 @@ class OnnxModel:
             if self.takes_adapters:
                 return
             path = self.files.weights
-            model = graph.load(path)
+            model = graph.load(path, follow_links=self._follow_links)
             if _fingerprint(path, model) != self.fingerprint:
                 raise ModelError(f"{path}: is no longer the model that was loaded; restart the worker")
             self._edit(model)

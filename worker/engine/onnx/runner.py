@@ -51,7 +51,9 @@ def load(
     settings_resolution.validate(settings)
     chosen = device.choose(settings)
     layout = OnnxLayout(on_gpu=chosen.kind != "cpu")
-    files = ModelFiles.from_paths(settings.files) or registry.find_as(settings.model, (layout,), progress)
+    files = ModelFiles.from_paths(settings.files) or registry.find_as(
+        settings.model, (layout,), progress, follow_links=settings.follow_links
+    )
     planner = planner or MemoryPlanner()
     begin()
     model = models.acquire(model_key(files, settings, chosen), lambda: OnnxModel(files, settings, chosen, planner))
