@@ -35,7 +35,7 @@ from tokenbus.worker.engine.scheduling.lanes import LaneShare
 from tokenbus.worker.files import device_memory
 
 TRIAL = "trial"
-_GPU_DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dri")
+_GPU_DRIVERS = ("/dev/nvidiactl", "/dev/nvmap", "/dev/kfd", "/dev/dri", "/dev/dxg")
 """Drivers of GPUs map memory for their own purposes; it was not tried whether they work within a limit."""
 EXIT_DEVICE_FAILED = 3
 """The exit status that tells the frontend that the device is at fault, not a model."""
