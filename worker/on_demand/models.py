@@ -4,7 +4,6 @@ Each has a replica whose engine comes and goes: the frontend stays on the bus, a
 """
 
 import asyncio
-import contextlib
 import os
 import time
 from functools import partial
@@ -21,15 +20,15 @@ from tokenbus.worker.broker.replica_state import ReplicaEvent, ReplicaState
 from tokenbus.worker.contract import contract
 from tokenbus.worker.contract.engine_errors import ModelError, ModelTooLargeError
 from tokenbus.worker.contract.engine_settings import EngineSettings
-from tokenbus.worker.engine.memory.fit import MemoryNeed, ModelFacts, mib
+from tokenbus.worker.engine.memory.fit import MemoryNeed, mib
 from tokenbus.worker.engine_client.engine_process import EngineProcess
 from tokenbus.worker.engine_client.supervisor import EngineSupervisor
 from tokenbus.worker.files import device_memory
 from tokenbus.worker.files.model_files import source_name
-from tokenbus.worker.files.regular import on_daemon_thread
 from tokenbus.worker.models import registry
 from tokenbus.worker.on_demand import model_sizes
 from tokenbus.worker.on_demand.load_plan import LoadPlan, LoadState, LoadStep, Unload
+from tokenbus.worker.on_demand.measuring import Measuring
 from tokenbus.worker.replica.endpoints import OnLoad, OwnModel
 from tokenbus.worker.replica.replica import Replica
 from tokenbus.worker.settings.settings import ModelToServe, WorkerSettings
@@ -187,9 +186,6 @@ def _listing(settings: EngineSettings, context_length: int) -> contract.EngineCo
 
 
 _TICK_S = 0.1
-_MEASURE_TIMEOUT_S = 300.0
-_MAX_MEASURED = 32
-"""The number of models that are measured at the same time. Some may have to be downloaded."""
 
 
 class OnDemandModels:
@@ -205,10 +201,7 @@ class OnDemandModels:
         """The memory of models loaded alongside these."""
         self._replicas: dict[str, OnDemandReplica] = {}
         self._measuring: dict[str, asyncio.Task[None]] = {}
-        self._places = asyncio.Semaphore(_MAX_MEASURED)
-        self._num_hung = 0
-        """Measurements that were given up, while their threads still wait for files."""
-        self._is_stopped = False
+        self._threads = Measuring()
         self._changing: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
         self._began_at: dict[str, float] = {}
@@ -295,7 +288,7 @@ class OnDemandModels:
                 self._changed.clear()
                 self._act(time.monotonic())
         finally:
-            self._is_stopped = True
+            self._threads.stop()
             running = [*self._changing, *self._measuring.values()]
             for task in running:
                 task.cancel()
@@ -414,43 +407,6 @@ class OnDemandModels:
             raise ModelError(str(error)) from error
 
     async def _measure_files(self, model: ModelToServe) -> MemoryNeed:
-        """Reads files on a thread, which ends with the next bytes of a download once the worker stops. Raises
-        ModelError and OSError; ModelError too if nothing comes for long, as from a mount that does not answer."""
-        await self._take_place(model.engine.model)
-        has_progressed = False
-
-        def note(_: float) -> None:
-            nonlocal has_progressed
-            has_progressed = True
-            if self._is_stopped:
-                raise ModelError("the worker stops")
-
-        # not on the event loop's own threads, which also resolve the broker's name
-        reading = on_daemon_thread(partial(model_sizes.read_facts, model.engine, note))
-        reading.add_done_callback(self._measured)
-        while not (await asyncio.wait([reading], timeout=_MEASURE_TIMEOUT_S))[0]:
-            if not has_progressed:
-                self._num_hung += 1
-                reading.add_done_callback(self._hung_ended)
-                raise ModelError(f"{model.engine.model}: nothing of its files came for {_MEASURE_TIMEOUT_S:g} s")
-            has_progressed = False
-        facts = reading.result()
+        """Raises ModelError and OSError."""
+        facts = await self._threads.facts(model.engine)
         return model_sizes.choose_sizes(facts, model.engine, self._settings.memory_budget_bytes)
-
-    async def _take_place(self, name: str) -> None:
-        """Waits until fewer models are measured. Raises ModelError if all that are wait for mounts that do not
-        answer."""
-        while True:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_MEASURE_TIMEOUT_S):
-                    await self._places.acquire()
-                    return
-            if self._num_hung == _MAX_MEASURED:
-                raise ModelError(f"{name}: {_MAX_MEASURED} other models are on mounts that do not answer")
-
-    def _measured(self, reading: "asyncio.Future[ModelFacts]") -> None:
-        self._places.release()
-        reading.exception()  # perhaps nobody waits for it any more
-
-    def _hung_ended(self, _: "asyncio.Future[ModelFacts]") -> None:
-        self._num_hung -= 1

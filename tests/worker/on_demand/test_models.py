@@ -191,7 +191,7 @@ async def test_a_model_whose_files_never_come_is_refused_and_one_that_comes_slow
         while not ended.wait(0.001 if settings is SIM else None):
             progress(0.5)
 
-    monkeypatch.setattr("tokenbus.worker.on_demand.models._MEASURE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("tokenbus.worker.on_demand.measuring._TIMEOUT_S", 0.2)
     monkeypatch.setattr("tokenbus.worker.on_demand.model_sizes.read_facts", read)
     try:
         replicas = serve(slow=SIM, stuck=msgspec.structs.replace(SIM, model="elsewhere"))
@@ -225,9 +225,9 @@ async def test_the_wait_for_files_begins_with_their_thread(serve: Serve, monkeyp
             may_end.set()
         return await own_wait(*given, **named)
 
-    monkeypatch.setattr("tokenbus.worker.on_demand.models.asyncio.wait", wait)
-    monkeypatch.setattr("tokenbus.worker.on_demand.models._MAX_MEASURED", 1)
-    monkeypatch.setattr("tokenbus.worker.on_demand.models._MEASURE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("tokenbus.worker.on_demand.measuring.asyncio.wait", wait)
+    monkeypatch.setattr("tokenbus.worker.on_demand.measuring._MAX_MEASURED", 1)
+    monkeypatch.setattr("tokenbus.worker.on_demand.measuring._TIMEOUT_S", 0.05)
     monkeypatch.setattr("tokenbus.worker.on_demand.model_sizes.read_facts", read)
     replicas = serve(first=SIM, second=msgspec.structs.replace(SIM, model="steps-of-60ms"))
     reply = await answer(replicas["second"], until=lambda reply: reply.error is not None or second_began.is_set())
@@ -238,8 +238,8 @@ async def test_a_model_behind_others_whose_files_never_come_is_refused(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ended = threading.Event()
-    monkeypatch.setattr("tokenbus.worker.on_demand.models._MAX_MEASURED", 1)
-    monkeypatch.setattr("tokenbus.worker.on_demand.models._MEASURE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("tokenbus.worker.on_demand.measuring._MAX_MEASURED", 1)
+    monkeypatch.setattr("tokenbus.worker.on_demand.measuring._TIMEOUT_S", 0.05)
     monkeypatch.setattr("tokenbus.worker.on_demand.model_sizes.read_facts", lambda *_: ended.wait())
     try:
         replicas = serve(first=SIM, second=SIM)
