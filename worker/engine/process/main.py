@@ -21,6 +21,7 @@ import structlog
 
 from tokenbus.protocol.process import memory, parent, priority
 from tokenbus.protocol.telemetry import logs
+from tokenbus.protocol.wire import errors
 from tokenbus.worker.contract.engine_errors import DeviceError, ModelError
 from tokenbus.worker.contract.engine_settings import EngineSettings
 from tokenbus.worker.engine.device.loaded_models import LoadedModels
@@ -159,7 +160,7 @@ class ReplicaServer:
 
     def _report_exit(self, reason: str) -> None:
         with self._lock, contextlib.suppress(OSError):
-            self._control.sendall(ipc.encode(ipc.ExitReason(reason.strip()[:_MAX_EXIT_REASON_CHARS])))
+            self._control.sendall(ipc.encode(ipc.ExitReason(errors.as_text(reason.strip()[:_MAX_EXIT_REASON_CHARS]))))
 
 
 def _sim_loader(on_exit: OnExit, planner: MemoryPlanner) -> Loader:
