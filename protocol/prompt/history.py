@@ -57,6 +57,11 @@ def needs_form(conversation: list[messages.ChatMessage]) -> bool:
     return any(message.tool_calls or message.reasoning_content for message in conversation)
 
 
+def has_calls(conversation: list[messages.ChatMessage]) -> bool:
+    """Whether it has calls, or results of calls."""
+    return any(message.tool_calls or message.role == "tool" for message in conversation)
+
+
 def _message_dict(message: messages.ChatMessage, path: str, calls: "_Calls") -> MessageDict:
     fields = {name: value for name, value in msgspec.to_builtins(message).items() if value is not None}
     fields["content"] = validation.message_text(message)

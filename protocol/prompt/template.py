@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import SandboxedEnvironment
@@ -17,6 +17,7 @@ from jinja2.sandbox import SandboxedEnvironment
 from tokenbus.protocol.prompt import history
 from tokenbus.protocol.prompt.history import AnswerForm, Beside, MessageDict
 from tokenbus.protocol.prompt.special_tokens import MARKS, Marks, SpecialTokens
+from tokenbus.protocol.prompt.tools_as_text import as_text
 from tokenbus.protocol.wire import errors, limits, messages
 from tokenbus.protocol.wire.messages import ChatMessage
 
@@ -26,6 +27,8 @@ _CONTENT, _REASONING = "third_probe", "fourth_probe"
 _CALL: dict[str, Any] = {"function": {"name": "probe", "arguments": _ARGUMENTS}}
 TOOLS: list[dict[str, Any]] = [{"type": "function", "function": {"name": "probe"}}]
 """The tools with which the answers are rendered."""
+_TOOL_NAMES = {"tools", "functions"}
+"""The variables in which templates find tools."""
 
 
 class _Generation(Extension):
@@ -165,6 +168,9 @@ class ChatTemplate:
         text of the last message; raises RequestError(unsupported) if the template does not write that text as it is."""
         form = self._answer_form if history.needs_form(conversation) else history.USUAL_FORM
         prepared = history.message_dicts(conversation, form)
+        if (tools or history.has_calls(conversation)) and not self._knows_tools:
+            completed = [_complete(tool) for tool in tools or []]
+            prepared, tools = as_text(prepared, completed, to_json, takes_system=self._takes_system), None
         try:
             return self._render(prepared, arguments or {}, tools, continues=continues)
         except _TemplateRefusalError as error:
@@ -173,6 +179,16 @@ class ChatTemplate:
     @functools.cached_property
     def _answer_form(self) -> history.AnswerForm:
         return find_answer_form(self._render_probe)
+
+    @functools.cached_property
+    def _knows_tools(self) -> bool:
+        read = meta.find_undeclared_variables(environment().parse(self._source))
+        return bool(read & _TOOL_NAMES) or "tool_calls" in self._source
+
+    @functools.cached_property
+    def _takes_system(self) -> bool:
+        said = self._render_probe([{"role": "system", "content": _CONTENT}, {"role": "user", "content": "question"}])
+        return said is not None and _CONTENT in said
 
     def _render_probe(self, conversation: list[history.MessageDict]) -> str | None:
         try:

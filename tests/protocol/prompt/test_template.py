@@ -262,7 +262,7 @@ def test_the_parts_of_a_content_are_one_text_to_the_template_and_make_no_token()
 
 
 def test_a_message_has_only_the_fields_it_was_given_and_always_a_content() -> None:
-    source = "{% for message in messages %}{{ message | list | sort | join(',') }};{% endfor %}"
+    source = "{% for message in messages %}{{ message | list | sort | join(',') }};{% endfor %}{# tool_calls #}"
     conversation = [
         ChatMessage(role="assistant", tool_calls=[{"id": "1", "function": {"name": "f"}}]),
         ChatMessage(role="tool", content="42", name="f", tool_call_id="1"),
