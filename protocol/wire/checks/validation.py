@@ -265,7 +265,7 @@ def required_run_features(params: GenerationParams) -> Iterator[RequiredFeature]
         yield RequiredFeature("logit_bias", "logit_bias")
     if params.return_progress:
         yield RequiredFeature("progress", "return_progress")
-    if params.tools:
+    if params.called_tools:
         yield RequiredFeature("tools", "tools")
     if params.continue_final_message:
         yield RequiredFeature(CONTINUE, CONTINUE)

@@ -205,6 +205,15 @@ def test_a_template_that_shows_nothing_has_no_format() -> None:
     assert infer("{{ messages[-1].content }}") is None
 
 
+def test_a_template_that_has_no_place_for_tools_has_the_calls_that_are_written_for_it() -> None:
+    found = infer("{% for m in messages %}[{{ m.role }}]{{ m.content }}<|end|>{% endfor %}[assistant]")
+    assert found is not None
+    assert found.calls is not None
+    assert (found.calls.kind, found.calls.call_open.strip()) == (Kind.JSON, "<tool_call>")
+    assert found.calls.call_close.strip() == "</tool_call>"
+    assert found.calls.parallel
+
+
 # Hostile templates
 
 

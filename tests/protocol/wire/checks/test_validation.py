@@ -419,6 +419,10 @@ def test_a_value_that_changes_nothing_needs_nothing(field: str, value: object) -
     assert list(validation.required_features(make(**{field: value}))) == []
 
 
+def test_tools_that_may_not_be_called_need_nothing() -> None:
+    assert list(validation.required_features(make(tools=[{}], tool_choice="none"))) == []
+
+
 def test_every_need_is_named_in_a_request_that_has_several() -> None:
     asked = make(logprobs=1, presence_penalty=1.0, tools=[{}])
     assert [need.param for need in validation.required_features(asked)] == [
