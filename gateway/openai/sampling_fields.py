@@ -23,18 +23,28 @@ class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FormatWithSchema(wire.ResponseFormat, frozen=True, kw_only=True):
-    """OpenAI's `response_format`, to which other servers have added another place for the schema."""
+    """OpenAI's `response_format`, to which other servers have added other places for the schema."""
 
     schema: dict[str, Any] | None = None
     """llama-server's and Together's, with any type but `text`."""
+    value: dict[str, Any] | None = None
+    """Text Generation Inference's; huggingface_hub moves every schema there."""
+
+    @property
+    def other_place(self) -> str:
+        """Where the schema is, if it is not where OpenAI has it."""
+        return next((name for name in ("schema", "value") if getattr(self, name) is not None), "")
 
     def to_wire(self) -> wire.ResponseFormat:
         """Raises RequestError for a schema that is given twice, or that the type does not allow."""
-        if self.schema is None:
+        place = self.other_place
+        if not place:
             return wire.ResponseFormat(type=self.type, json_schema=self.json_schema)
         if self.type == "text" or self.json_schema is not None:
-            raise errors.invalid_field("response_format.schema", "can't be combined with type: text or json_schema")
-        return wire.ResponseFormat(type="json_schema", json_schema=wire.JsonSchema(schema=self.schema))
+            raise errors.invalid_field(f"response_format.{place}", "can't be combined with type: text or json_schema")
+        if self.schema is not None and self.value is not None:
+            raise errors.invalid_field("response_format.value", "is another name of schema: give one of them")
+        return wire.ResponseFormat(type="json_schema", json_schema=wire.JsonSchema(schema=getattr(self, place)))
 
 
 class SamplingFields(OtherNames, frozen=True, kw_only=True):
@@ -84,6 +94,6 @@ class SamplingFields(OtherNames, frozen=True, kw_only=True):
             "return_progress": form.shows_progress or form.continuous_usage or None,
         }
         names = common.names | others.names
-        if self.response_format is not None and self.response_format.schema is not None:
-            names = names | {"response_format.json_schema.schema": "response_format.schema"}
+        if self.response_format is not None and (place := self.response_format.other_place):
+            names = names | {"response_format.json_schema.schema": f"response_format.{place}"}
         return WireFields(common.fields | own | others.fields, names)

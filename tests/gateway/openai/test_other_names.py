@@ -110,16 +110,22 @@ def test_only_streams_tell_their_progress(path: str, fields: dict[str, Any], ask
     assert request_of(path, **fields).return_progress is asked
 
 
+@pytest.mark.parametrize("place", ["schema", "value"])
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
-def test_a_format_may_have_its_schema_beside_its_type(path: str) -> None:
+def test_a_format_may_have_its_schema_beside_its_type(path: str, place: str) -> None:
     for kind in ("json_object", "json_schema"):
-        assert request_of(path, response_format={"type": kind, "schema": SCHEMA}).response_format == JSON
+        assert request_of(path, response_format={"type": kind, place: SCHEMA}).response_format == JSON
     for wrong in ({"type": "text"}, {"type": "json_schema", "json_schema": {"schema": SCHEMA}}):
-        refused = refusal_of(lambda wrong=wrong: request_of(path, response_format=wrong | {"schema": SCHEMA}))
-        assert refused.param == "response_format.schema"
-    asked = {"response_format": {"type": "json_object", "schema": SCHEMA}}
+        refused = refusal_of(lambda wrong=wrong: request_of(path, response_format=wrong | {place: SCHEMA}))
+        assert refused.param == f"response_format.{place}"
+    asked = {"response_format": {"type": "json_object", place: SCHEMA}}
     parsed = ENDPOINTS[path].parse(json.dumps(BODIES[path] | asked).encode(), {}, "r", "m")
-    assert parsed.name_of("response_format.json_schema.schema.type") == "response_format.schema.type"
+    assert parsed.name_of("response_format.json_schema.schema.type") == f"response_format.{place}.type"
+
+
+def test_a_format_has_one_schema() -> None:
+    asked = {"response_format": {"type": "json_object", "schema": SCHEMA, "value": SCHEMA}}
+    assert refusal_of(lambda: request_of("/v1/chat/completions", **asked)).param == "response_format.value"
 
 
 @pytest.mark.parametrize(
