@@ -39,6 +39,12 @@ class Timing(msgspec.Struct, frozen=True):
         return f"{self.decoded / self.decode_s:.1f} tokens/s"
 
 
+def longest_pause_s(times: Sequence[float], since: float) -> float:
+    """Returns the longest time between two of a stream's tokens, from the last one before a time on."""
+    after = [max(at for at in times if at <= since), *(at for at in times if at > since)]
+    return max(second - first for first, second in itertools.pairwise(after))
+
+
 async def chunks(client: WireClient, request: messages.GenerateRequest) -> AsyncIterator[messages.Chunk]:
     """Yields the chunks of an answer. Raises SystemExit if the request ends in an error."""
     async for chunk in client.generate("m", request):

@@ -31,11 +31,6 @@ class _Stream:
         self.times.append(time.perf_counter())
         self.has_token.set()
 
-    def pause_s(self, killed_at: float) -> float:
-        before = max(at for at in self.times if at <= killed_at)
-        after = [before, *(at for at in self.times if at > killed_at)]
-        return max(second - first for first, second in itertools.pairwise(after))
-
 
 async def longest_pause_s(model: Path, count: int, prompt_tokens: int, worker_flags: tuple[str, ...]) -> float:
     async with system.running(model, *worker_flags) as client:
@@ -59,7 +54,7 @@ async def longest_pause_s(model: Path, count: int, prompt_tokens: int, worker_fl
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        return max(one.pause_s(killed_at) for one in running)
+        return max(streams.longest_pause_s(one.times, killed_at) for one in running)
 
 
 async def measure(model: Path, count: int, prompt_tokens: int, pairs: int, worker_flags: list[str]) -> None:

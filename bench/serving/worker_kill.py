@@ -23,6 +23,7 @@ from nats.aio.msg import Msg
 
 from bench import benchmark_model, flags, system
 from bench.paired import interleave, show
+from bench.streams import longest_pause_s
 from tokenbus.client.wire.wire_client import WireClient
 from tokenbus.protocol.wire import messages
 from tokenbus.protocol.wire.subjects import DEFAULT_PREFIX
@@ -63,11 +64,6 @@ class _Stream:
                 await self.changed.wait()
         if self.error:
             raise SystemExit(self.error)
-
-    def pause_s(self, killed_at: float) -> float:
-        before = max(at for at in self.times if at <= killed_at)
-        after = [before, *(at for at in self.times if at > killed_at)]
-        return max(second - first for first, second in itertools.pairwise(after))
 
 
 class _Workers:
@@ -116,7 +112,7 @@ async def _streaming(connection: Client, max_tokens: int) -> AsyncIterator[_Stre
         await connection.publish(f"{DEFAULT_PREFIX}.cancel.{request['id']}", b"")
 
 
-async def longest_pause_s(
+async def pause_s(
     client: WireClient, connection: Client, workers: _Workers, names: list[str], max_tokens: int, *, restarts: bool
 ) -> float:
     """Kills the worker of one of the streams, and returns the longest pause of all."""
@@ -132,9 +128,9 @@ async def longest_pause_s(
         before = [len(stream.times) for stream in streams]
         for stream, had in zip(streams, before, strict=True):
             await stream.until(had + _AFTER)
-        pause_s = max(stream.pause_s(killed_at) for stream in streams)
+        longest_s = max(longest_pause_s(stream.times, killed_at) for stream in streams)
     workers.start_again(killed)
-    return pause_s
+    return longest_s
 
 
 async def measure(model: str, count: int, pairs: int, max_tokens: int, worker_flags: list[str]) -> None:
@@ -145,7 +141,7 @@ async def measure(model: str, count: int, pairs: int, max_tokens: int, worker_fl
         try:
 
             async def pause(*, restarts: bool) -> float:
-                return await longest_pause_s(client, connection, workers, names, max_tokens, restarts=restarts)
+                return await pause_s(client, connection, workers, names, max_tokens, restarts=restarts)
 
             seen = await interleave(lambda _: pause(restarts=False), lambda _: pause(restarts=True), pairs, warm_up=0)
         finally:
