@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -12,6 +11,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from tests.support.ports import free_port
 from tokenbus.cli.console import nats_server
 from tokenbus.client.wire.wire_client import WireClient
 from tokenbus.protocol.process.parent import end_with_parent
@@ -92,13 +92,6 @@ def other_server(command: Callable[[int], Sequence[str]]) -> Iterator[int]:
         finally:
             process.kill()
             process.wait()
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-        return port
 
 
 async def until_listening(port: int) -> None:

@@ -21,6 +21,7 @@ from bench.paired import quartiles
 from bench.router import generated_workers
 from bench.router.generated_workers import MODEL, GeneratedSystem, Process, Style
 from tests.browser.test_console import browser
+from tests.support.ports import free_port
 from tokenbus.client.wire.wire_client import WireClient
 
 _VIEWPORT: Any = {"width": 1280, "height": 800}
@@ -40,7 +41,7 @@ _BYTES = """() => [...performance.getEntriesByType("navigation"), ...performance
 
 @contextlib.asynccontextmanager
 async def _gateway(one: GeneratedSystem) -> AsyncIterator[tuple[str, int]]:
-    port = system.free_port()
+    port = free_port()
     log = one.router_log.parent / "gateway.log"
     process = system.start(log, "gateway", "--nats", one.url, "--port", str(port))
     try:

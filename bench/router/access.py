@@ -23,6 +23,7 @@ import structlog
 from bench import flags, system
 from bench.paired import quartiles
 from tests.router.builders import card, events, fleet_of
+from tests.support.ports import free_port
 from tokenbus.cli.console import nats_server
 from tokenbus.client.wire.fleet_picture import FleetPicture
 from tokenbus.client.wire.wire_client import WireClient
@@ -103,7 +104,7 @@ async def revoke(options: argparse.Namespace) -> None:
         store = KeySettings(BUCKET).store(opened, subjects.DEFAULT_PREFIX)
         await store.create()
         worker = ("worker", "--nats", nats.url, "--engine", "sim", "--model", "dynamo", "--served-name", "m")
-        port = system.free_port()
+        port = free_port()
         processes = [
             system.start(folder / "router.log", "router", "--nats", nats.url, "--keys", "bucket"),
             system.start(folder / "worker.log", *worker),

@@ -21,7 +21,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from bench import flags, system
-from tests.support.cluster import Cluster, free_ports
+from tests.support.cluster import Cluster
+from tests.support.ports import free_ports
 from tokenbus.protocol.access import keys
 from tokenbus.protocol.access.audit_log import AuditLog
 from tokenbus.protocol.access.key_source import BUCKET, KeySettings

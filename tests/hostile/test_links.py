@@ -12,9 +12,10 @@ import pytest
 
 from tests.hostile import scale
 from tests.hostile.test_brokers import clients_at, load_through, nothing, start
-from tests.support.cluster import Cluster, free_ports
+from tests.support.cluster import Cluster
 from tests.support.exact_client import ask
 from tests.support.link import Link, opened
+from tests.support.ports import free_ports
 from tests.support.system import System
 
 pytestmark = pytest.mark.skipif(not scale.IS_LONG, reason="runs in `make hostile`")

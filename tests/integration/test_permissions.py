@@ -447,11 +447,12 @@ async def test_a_tenant_can_not_cancel_another_s_request_of_the_same_id(guarded:
 
 
 async def until_heard(client: Nats, subject: str, payload: bytes) -> Msg:
-    """Sends a request again while nothing listens: a worker may not have noticed yet that its only router is gone."""
-    async with asyncio.timeout(5):
+    """Sends a request again while nothing answers: a worker may not have noticed yet that its only router is gone, and
+    the broker may have given a request to that router after its end."""
+    async with asyncio.timeout(20):
         while True:
-            with contextlib.suppress(nats.errors.NoRespondersError):
-                return await client.request(subject, payload, timeout=5)
+            with contextlib.suppress(nats.errors.NoRespondersError, TimeoutError):
+                return await client.request(subject, payload, timeout=1)
             await asyncio.sleep(0.05)
 
 

@@ -5,12 +5,12 @@ import contextlib
 import json
 import os
 import signal
-import socket
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from tests.support.ports import free_ports
 from tokenbus.cli.console import nats_server
 
 LAME_DUCK = 'lame_duck_grace_period: "3s"\nlame_duck_duration: "30s"\n'
@@ -161,10 +161,3 @@ class Cluster:
         writer.close()
         found: dict[str, Any] = json.loads(line.removeprefix(b"INFO "))
         return found
-
-
-def free_ports(count: int) -> list[int]:
-    """Returns ports that nothing listens on now."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [int(one.getsockname()[1]) for one in sockets]

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import socket
 from collections.abc import AsyncIterator, Iterable, Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -12,6 +11,7 @@ import nats
 import pytest
 from nats.aio.client import Client as Nats
 
+from tests.support.ports import free_ports
 from tokenbus.auth import broker_config, seeds, serve
 from tokenbus.auth.callout_metrics import CalloutMetrics
 from tokenbus.auth.settings import AuthSettings
@@ -150,16 +150,11 @@ def _passwords() -> Iterator[None]:
         yield
 
 
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        return int(listening.getsockname()[1])
-
-
 @contextlib.asynccontextmanager
 async def running(folder: Path, num_servers: int = 1) -> AsyncIterator[KeyBroker]:
     """Runs a broker, or a cluster."""
     config = broker_config.broker_config(seeds.create(folder / "callout.seeds"))
-    ports = [_free_port() for _ in range(num_servers)]
+    ports = free_ports(num_servers)
     routes = ", ".join(f"nats://127.0.0.1:{port}" for port in ports)
     servers = []
     with _passwords():
