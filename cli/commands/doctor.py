@@ -127,6 +127,8 @@ async def _all_findings(options: argparse.Namespace) -> AsyncIterator[Finding]:
 def _machine() -> Iterator[Finding]:
     cores = usable_cores()
     yield Finding("ok", f"{cores} cores: divide them among workers with --threads")
+    if (taken := taken_cores(os.getloadavg()[0], os.cpu_count() or 1)) is not None:
+        yield taken
     if lacks_sse42(Path("/proc/cpuinfo")):
         yield Finding("bad", "the processor lacks SSE4.2, which numpy needs since 2.4", "pip install 'numpy<2.4'")
     for name in _ENGINES:
@@ -153,6 +155,14 @@ def gguf_devices() -> Finding:
         return Finding("note", "llama.cpp finds no GPU: GGUF models run on the CPU", advice)
     shown = ", ".join(f"{name} ({words})" for name, words in names.items())
     return Finding("ok", f"GGUF models use {shown}: choose among them with --devices")
+
+
+def taken_cores(load: float, cores: int) -> Finding | None:
+    """Reports a machine whose cores other processes want. `load` is how many processes have wanted one lately."""
+    if load <= cores:
+        return None
+    advice = "models are slow meanwhile; workers that are among them need fewer --threads"
+    return Finding("note", f"{load:.1f} processes want the {cores} cores of this machine", advice)
 
 
 def lacks_sse42(cpuinfo: Path) -> bool:

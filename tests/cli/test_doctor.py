@@ -46,6 +46,13 @@ async def test_a_model_that_no_engine_can_serve_is_bad_and_one_without_a_templat
         assert (found.mark, "'nonsense'" in found.what) == ("note", True)
 
 
+def test_a_machine_whose_cores_are_taken_is_noted() -> None:
+    found = doctor.taken_cores(12.34, 2)
+    assert found is not None
+    assert (found.mark, found.what) == ("note", "12.3 processes want the 2 cores of this machine")
+    assert doctor.taken_cores(2.0, 2) is None
+
+
 def test_a_processor_without_the_instructions_that_numpy_needs_is_bad(tmp_path: Path) -> None:
     cpuinfo = tmp_path / "cpuinfo"
     for text, lacks in (

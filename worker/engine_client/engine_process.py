@@ -14,6 +14,7 @@ from tokenbus.protocol import tasks
 from tokenbus.protocol.process.child_environment import child_environment
 from tokenbus.worker.contract.engine_errors import ModelError, ModelTooLargeError
 from tokenbus.worker.contract.engine_settings import EngineSettings
+from tokenbus.worker.engine.gguf import waiting
 from tokenbus.worker.engine.process import ipc
 from tokenbus.worker.engine_client.engine_faults import CrashAttribution
 
@@ -286,6 +287,12 @@ class _Running:
         return f"engine process {self.pid} exited with status {status}{self._exit_message}"
 
 
+def _environment(*, is_trial: bool) -> dict[str, str]:
+    """Returns variables that the user may have set otherwise."""
+    waits = waiting.ASLEEP if is_trial else waiting.VARIABLES
+    return {_MALLOC: "glibc.malloc.hugetlb=1"} | waits
+
+
 async def _start(variables: Mapping[str, str], *, is_trial: bool) -> _Running:
     ours, theirs = socket.socketpair()
     try:
@@ -299,7 +306,7 @@ async def _start(variables: Mapping[str, str], *, is_trial: bool) -> _Running:
             stdin=asyncio.subprocess.DEVNULL,
             # Ctrl-C must reach the frontend only, which then drains
             start_new_session=True,
-            env={_MALLOC: "glibc.malloc.hugetlb=1"} | child_environment(**variables),
+            env=_environment(is_trial=is_trial) | child_environment(**variables),
         )
     except BaseException:
         ours.close()

@@ -6,6 +6,7 @@ the ends of cached prefixes. The sequence id before the first lane is reserved f
 from __future__ import annotations  # llama_cpp names its handle types for type checkers only
 
 import ctypes
+import time
 from collections.abc import Iterable
 from collections.abc import Sequence as Listing
 from typing import Literal, NamedTuple
@@ -17,7 +18,7 @@ from tokenbus.protocol.process.cores import usable_cores
 from tokenbus.worker.contract.engine_errors import DeviceError, InsufficientMemoryError, ModelError, ModelTooLargeError
 from tokenbus.worker.contract.engine_settings import EngineSettings
 from tokenbus.worker.engine.device.draws import Matrix
-from tokenbus.worker.engine.gguf import backend, settings_resolution
+from tokenbus.worker.engine.gguf import backend, settings_resolution, waiting
 from tokenbus.worker.engine.gguf.lanes import FIRST_SEQ_ID
 from tokenbus.worker.engine.gguf.model_facts import IDLE_LANES, OTHER_ROWS
 
@@ -164,6 +165,15 @@ def create(model: llama.llama_model_p, settings: EngineSettings, *, partial_stat
     return context
 
 
+def decode(handle: llama.llama_context_p, batch: llama.llama_batch) -> int:
+    """Computes a batch; returns llama.cpp's status."""
+    began = time.perf_counter()
+    status: int = llama.llama_decode(handle, batch)
+    if llama.llama_n_threads(handle) > 1:
+        waiting.computed(time.perf_counter() - began)
+    return status
+
+
 def common_params(settings: EngineSettings) -> llama.llama_context_params:
     """Returns the parameters common to all contexts."""
     threads = settings.threads or usable_cores()
@@ -233,7 +243,7 @@ class PoolingContext:
         if not self._batch.struct.n_tokens:
             return
         llama.llama_set_embeddings(self._context, has_outputs)
-        status = llama.llama_decode(self._context, self._batch.struct)
+        status = decode(self._context, self._batch.struct)
         if status in (_NO_ROOM, _OUT_OF_MEMORY):  # nothing of the batch is kept, so the next one can be tried
             raise InsufficientMemoryError(backend.last_error())
         if status != 0:

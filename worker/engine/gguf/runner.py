@@ -244,7 +244,7 @@ class GgufRunner(GeneratingRunner):
         if padding:  # tokens that the batch has anyway, so that these are as finite
             parts.append(BatchPart(SCRATCH - FIRST_SEQ_ID, 0, [parts[0].token_ids[0]] * padding, 0))
         self._batch.fill(parts, "last" if has_rows else "none")
-        status = llama.llama_decode(self._context, self._batch.struct)
+        status = context.decode(self._context, self._batch.struct)
         if padding:
             self.lanes.clear_scratch()
             if status == 1:  # without padding there may be room
