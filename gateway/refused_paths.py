@@ -1,6 +1,4 @@
-"""Paths of OpenAI, vLLM and llama-server that are known and not served."""
-
-from collections.abc import Iterator
+"""Paths of other servers that are known and not served."""
 
 from tokenbus.gateway.serving.dialect import RefusedPath
 
@@ -40,12 +38,31 @@ _OF_LLAMA_SERVER = (
     ("/models/load", _POST, _OPERATORS),
     ("/models/unload", _POST, _OPERATORS),
 )
-
-
-def _all() -> Iterator[RefusedPath]:
-    for server, paths in (("OpenAI", _OF_OPENAI), ("vLLM", _OF_VLLM), ("llama-server", _OF_LLAMA_SERVER)):
-        for path, methods, problem in paths:
-            yield RefusedPath(path, methods, f"this is an endpoint of {server}'s that is not served: {problem}")
-
-
-REFUSED = tuple(_all())
+_OF_SGLANG = (
+    ("/generate", _POST, "use /v1/completions"),
+    ("/flush_cache", _BOTH, "cache_salt keeps caches apart, and cache_prompt: false reuses nothing"),
+    ("/get_model_info", _GET, "use GET /v1/models"),
+    ("/get_server_info", _GET, "GET / says what this server is"),
+)
+_OF_TGI = (
+    ("/generate_stream", _POST, "use /v1/completions with stream: true"),
+    ("/info", _GET, "use GET /v1/models"),
+)
+_OF_MISTRAL = (
+    ("/v1/fim/completions", _POST, "use /v1/completions with a suffix"),
+    ("/v1/agents/completions", _POST, "there are no agents: use /v1/chat/completions"),
+    ("/v1/ocr", _POST, "only text is served"),
+)
+_ALL = {
+    "OpenAI": _OF_OPENAI,
+    "vLLM": _OF_VLLM,
+    "llama-server": _OF_LLAMA_SERVER,
+    "SGLang": _OF_SGLANG,
+    "TGI": _OF_TGI,
+    "Mistral": _OF_MISTRAL,
+}
+REFUSED = tuple(
+    RefusedPath(path, methods, f"this is an endpoint of {server}'s that is not served: {problem}")
+    for server, paths in _ALL.items()
+    for path, methods, problem in paths
+)

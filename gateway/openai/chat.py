@@ -172,7 +172,7 @@ def _to_wire(
         logprobs=(chat.top_logprobs or 0) if chat.logprobs else None,
         continue_final_message=continues or None,
         tools=chat.tools,
-        tool_choice=chat.tool_choice,
+        tool_choice="required" if chat.tool_choice == "any" else chat.tool_choice,  # Mistral's word
         parallel_tool_calls=chat.parallel_tool_calls,
         reasoning=wishes.options,
         chat_template_kwargs=wishes.template_arguments,

@@ -71,6 +71,8 @@ UNSERVED = other_names.UNSERVED | {
     "reasoning_format": UnservedField(
         "reasoning is told apart from the answer", (None, "auto", "deepseek", "deepseek-legacy", "parsed")
     ),
+    "separate_reasoning": UnservedField("reasoning is told apart from the answer", (None, True)),
+    "stream_reasoning": UnservedField("reasoning is streamed like the answer", (None, True)),
     "parse_tool_calls": UnservedField("calls are told apart from the answer", (None, True)),
     "mm_processor_kwargs": UnservedField("only text is served", (None, {})),
     "media_io_kwargs": UnservedField("only text is served", (None, {})),

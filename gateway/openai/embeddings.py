@@ -45,6 +45,8 @@ class EmbeddingUsage(msgspec.Struct, frozen=True, kw_only=True):
 class EmbeddingList(msgspec.Struct, frozen=True, kw_only=True):
     """The response to an embedding request."""
 
+    id: str
+    """Not OpenAI's: Mistral's clients need it."""
     object: str = "list"
     data: list[Embedding]
     model: str
@@ -61,7 +63,7 @@ def read(asked: EmbeddingRequest, head: RequestHead) -> ParsedCall[wire.EmbedReq
         timeout_ms=asked.timeout_ms,
     )
     pooling.check_embed_request(request)
-    encode = functools.partial(_encode, head.model, is_base64=asked.encoding_format == "base64")
+    encode = functools.partial(_encode, head, is_base64=asked.encoding_format == "base64")
     return ParsedCall(
         model=head.model, request=request, send=embed, encode=encode, usage_of=lambda reply: reply.usage or None
     )
@@ -110,12 +112,12 @@ ENDPOINT = ApiEndpoint(
 )
 
 
-def _encode(model: str, reply: wire.EmbedReply, *, is_base64: bool) -> bytes:
+def _encode(head: RequestHead, reply: wire.EmbedReply, *, is_base64: bool) -> bytes:
     rows = [row if is_base64 else numbers_of(row) for row in reply.embeddings or []]
     data = [Embedding(index=number, embedding=row) for number, row in enumerate(rows)]
     tokens = reply.usage.prompt_tokens if reply.usage else 0
     usage = EmbeddingUsage(prompt_tokens=tokens, total_tokens=tokens)
-    return msgspec.json.encode(EmbeddingList(data=data, model=model, usage=usage))
+    return msgspec.json.encode(EmbeddingList(id=f"embd-{head.id}", data=data, model=head.model, usage=usage))
 
 
 def _inputs_of(given: str | list[str | int | list[int]] | None) -> str | list[str | list[int]] | None:

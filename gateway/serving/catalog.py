@@ -16,6 +16,15 @@ _LAST_S = 253_402_300_799
 
 
 # In the form of OpenAI's API; those of other APIs are made from it.
+class MistralCapabilities(msgspec.Struct, frozen=True, kw_only=True):
+    """The abilities of a model, in the words of Mistral's API, whose clients need them."""
+
+    completion_chat: bool = False
+    completion_fim: bool = False
+    function_calling: bool = False
+    reasoning: bool = False
+
+
 class Model(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     object: str = "model"
@@ -30,6 +39,9 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     """The maximum number of tokens of a prompt and its completion together."""
     max_model_len: int
     """The same under the name that vLLM's clients expect."""
+    type: str = "base"
+    """Mistral's, as is `capabilities`."""
+    capabilities: MistralCapabilities = MistralCapabilities()
 
 
 class Listing(NamedTuple):
@@ -90,6 +102,12 @@ def models_of(served: messages.ServedModel) -> list[Model]:
         root=served.model,
         context_length=served.context_length,
         max_model_len=served.context_length,
+        capabilities=MistralCapabilities(
+            completion_chat="chat" in served.features,
+            completion_fim="fim" in served.features,
+            function_calling="tools" in served.features,
+            reasoning="reasoning" in served.features,
+        ),
     )
     names = [f"{served.model}:{adapter}" for adapter in served.adapters]
     # No request can name an adapter if the two names together are too long.

@@ -65,6 +65,8 @@ class OfferedTools:
             return mode
         if choice.get("type") not in ("function", "custom"):
             raise errors.invalid_field("tool_choice", "must name a function or a custom tool")
+        if isinstance(named := choice.get("function"), dict):  # as in chat completions
+            choice = named
         return {"type": "function", "function": {"name": _name_in(choice)}}
 
     def _allow(self, allowed: object) -> None:

@@ -53,6 +53,11 @@ def test_every_field_becomes_that_of_the_wire() -> None:
     )
 
 
+def test_mistral_s_word_for_a_required_call_is_known() -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    assert read(tools=tools, tool_choice="any").requests[0].tool_choice == "required"
+
+
 def test_a_retention_of_the_cached_prompt_becomes_a_time() -> None:
     for retention, ttl_ms in (("in_memory", 300_000), ("in-memory", 300_000), ("24h", 86_400_000)):
         control = read(prompt_cache_retention=retention).requests[0].cache_control

@@ -58,6 +58,7 @@ def test_a_wrong_field_is_named(fields: dict[str, Any], param: str) -> None:
 def test_vectors_have_the_form_that_was_asked_for(form: dict[str, str], row: Any) -> None:
     reply = messages.EmbedReply(id="r", model="served", embeddings=[HALVES, HALVES], usage=USAGE)
     assert json.loads(parse(["a", "b"], **form).encode(reply)) == {
+        "id": "embd-r",
         "object": "list",
         "data": [{"object": "embedding", "index": number, "embedding": row} for number in range(2)],
         "model": "m",

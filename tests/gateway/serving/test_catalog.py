@@ -3,7 +3,7 @@
 import pytest
 
 from tokenbus.gateway.admission.aliases import Aliases
-from tokenbus.gateway.serving.catalog import Listing
+from tokenbus.gateway.serving.catalog import Listing, MistralCapabilities
 from tokenbus.protocol.wire import errors, messages
 
 
@@ -21,6 +21,15 @@ def test_a_model_that_is_not_there_is_the_error_that_a_request_for_it_would_end_
     with pytest.raises(errors.RequestError) as raised:
         Listing([], unserved).find("gone")
     assert raised.value.error.code is code
+
+
+def test_what_a_model_can_do_is_said_in_mistral_s_words() -> None:
+    served = messages.ServedModel(model="m", context_length=512, features=["generate", "chat", "tools"])
+    (model,) = Listing.of(
+        messages.ModelsReply(models=[served], limits=messages.ServerLimits(max_request_bytes=1))
+    ).models
+    assert model.type == "base"
+    assert model.capabilities == MistralCapabilities(completion_chat=True, function_calling=True)
 
 
 def test_a_key_sees_the_models_adapters_and_aliases_that_it_may_use() -> None:

@@ -75,6 +75,10 @@ def test_every_form_of_a_choice() -> None:
         ("none", "none"),
         ("required", "required"),
         ({"type": "function", "name": "weather"}, {"type": "function", "function": {"name": "weather"}}),
+        (  # as in chat completions
+            {"type": "function", "function": {"name": "weather"}},
+            {"type": "function", "function": {"name": "weather"}},
+        ),
         ({"type": "custom", "name": "patch"}, {"type": "function", "function": {"name": "patch"}}),
         (
             {"type": "function", "name": "find", "namespace": "crm"},
