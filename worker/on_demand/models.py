@@ -24,7 +24,7 @@ from tokenbus.worker.engine.memory.fit import MemoryNeed, mib
 from tokenbus.worker.engine_client.engine_process import EngineProcess
 from tokenbus.worker.engine_client.supervisor import EngineSupervisor
 from tokenbus.worker.files import device_memory
-from tokenbus.worker.files.model_files import source_name
+from tokenbus.worker.files.model_files import is_hub_name, source_name
 from tokenbus.worker.models import registry
 from tokenbus.worker.on_demand import model_sizes
 from tokenbus.worker.on_demand.load_plan import LoadPlan, LoadState, LoadStep, Unload
@@ -186,6 +186,8 @@ def _listing(settings: EngineSettings, context_length: int) -> contract.EngineCo
 
 
 _TICK_S = 0.1
+_CHECK_TIMEOUT_S = 2.0
+"""The time within which the models' files must be read, for a start to be refused since none fits into the budget."""
 
 
 class OnDemandModels:
@@ -214,7 +216,7 @@ class OnDemandModels:
     async def prepare(self) -> None:
         """Sets the models' budget: what the other models leave of the whole one.
 
-        Raises ModelError if they alone take more."""
+        Raises ModelError if they alone take more, and if none of the models fits into it."""
         others = [model for model in self._settings.models if not model.on_demand]
         budget = self._settings.memory_budget_bytes
         for model in others if self._models or budget else ():
@@ -227,6 +229,28 @@ class OnDemandModels:
                     f"may take {whole}; raise --memory-budget-mib"
                 )
         self._plan = LoadPlan(self._models, budget, self._settings.idle_unload_s)
+        if self._models and budget:
+            await self._check_budget(budget)
+
+    async def _check_budget(self, budget_bytes: int) -> None:
+        """Raises ModelError if no model fits into a budget. What is not on this machine yet, or can't be measured soon,
+        is not waited for: whoever requests it is told."""
+        needs = []
+        try:
+            async with asyncio.timeout(_CHECK_TIMEOUT_S):
+                for model in self._models.values():
+                    if is_hub_name(model.engine.model):
+                        return
+                    needs.append((await self._measure_files(model), model.served_name))
+                    if needs[-1][0].total_bytes <= budget_bytes:
+                        return
+        except Exception:  # each model is measured again, and then what is wrong with it is said
+            return
+        need, name = min(needs, key=lambda one: one[0].total_bytes)
+        raise ModelError(
+            f"no model fits into the {mib(budget_bytes)} that are left for them: {name} needs {need} for contexts of "
+            f"{need.context_length:,} tokens; raise --memory-budget-mib, or lower --kv-tokens or --context-length"
+        )
 
     async def take(self, model: ModelToServe) -> int:
         """Takes the memory of a replica loaded alongside these models out of their budget; returns its bytes.

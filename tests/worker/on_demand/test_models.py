@@ -182,6 +182,24 @@ async def test_pinned_models_that_take_more_than_the_budget_are_refused() -> Non
         await on_demand.prepare()
 
 
+async def test_a_budget_into_which_no_model_fits_is_refused_and_one_into_which_any_fits_is_not() -> None:
+    short = msgspec.structs.replace(DEMO, host_cache_mib=0)
+    long = msgspec.structs.replace(short, kv_tokens=1 << 20)
+    large, small = (ModelToServe(name, engine, on_demand=True) for name, engine in (("large", long), ("small", short)))
+    for models, budget in (((large,), 10 << 30), ((large, small), 200 << 20)):
+        settings = WorkerSettings(models=models, memory_budget_bytes=budget)
+        await OnDemandModels(settings, WorkerMetrics(), "worker").prepare()
+    none = WorkerSettings(models=(large, small), memory_budget_bytes=40 << 20)
+    with pytest.raises(ModelError, match="no model fits into the 40 MiB that are left for them: small needs"):
+        await OnDemandModels(none, WorkerMetrics(), "worker").prepare()
+
+
+async def test_a_model_on_the_hub_is_not_waited_for_to_check_a_budget() -> None:
+    absent = ModelToServe("m", msgspec.structs.replace(DEMO, model="org/repo"), on_demand=True)
+    settings = WorkerSettings(models=(absent,), memory_budget_bytes=1 << 20)
+    await OnDemandModels(settings, WorkerMetrics(), "worker").prepare()
+
+
 async def test_a_model_whose_files_never_come_is_refused_and_one_that_comes_slowly_is_not(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
