@@ -399,13 +399,14 @@ def _served(served: messages.ServedModel) -> Iterator[Finding]:
     states: dict[str, list[str]] = defaultdict(list)
     digests: dict[str | None, list[str]] = defaultdict(list)
     for card in served.workers or []:
-        states[card.state].append(card.worker_id)
-        digests[card.tokenizer_digest].append(card.worker_id)
+        states[card.shown_state].append(card.worker_id)
+        if not card.loadable:  # what is not loaded has no tokenizer
+            digests[card.tokenizer_digest].append(card.worker_id)
         if card.watched is not None and card.watched.events == "silent":
             advice = "check whether it may publish its events, see deploy/nats.conf"
             yield Finding("bad", f"{served.model}: the router gets no events from {card.worker_id}", advice)
     counts = ", ".join(f"{len(workers)} {state}" for state, workers in states.items())
-    ready = "ready" in states
+    ready = "ready" in states or "loadable" in states
     yield Finding("ok" if ready else "bad", f"{served.model}: {counts}", "" if ready else "see the workers' logs")
     if None in digests:
         advice = "routers must ask these workers to tokenize every prompt, which costs a round trip"

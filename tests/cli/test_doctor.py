@@ -96,6 +96,12 @@ def test_a_fleet_without_workers_or_without_one_that_is_ready_is_bad() -> None:
     assert marks(list(doctor.check_fleet(reply(restarting))))["demo: 1 restarting"] == "bad"
 
 
+def test_a_model_that_a_request_would_load_is_fine() -> None:
+    unloaded = card(state=messages.WorkerState.DRAINING, loadable=True, tokenizer_digest=None)
+    assert marks(list(doctor.check_fleet(reply(unloaded))))["demo: 1 loadable"] == "ok"
+    assert set(marks(list(doctor.check_fleet(reply(unloaded)))).values()) == {"ok"}
+
+
 def test_workers_that_pool_embeddings_in_different_ways_are_bad() -> None:
     mean, last, none = (
         None if pooling is None else messages.CardEmbeddings(dimensions=8, pooling=pooling, max_input_tokens=9)

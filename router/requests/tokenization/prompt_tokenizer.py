@@ -200,6 +200,8 @@ class PromptTokenizer:
     def _check_features(self, flight: Flight, worker: Worker) -> None:
         """Raises RequestError if the model's workers, of which `worker` is one, lack a feature."""
         if "generate" not in worker.card.features:
+            if worker.card.loadable:  # what it can do is not known until it is loaded
+                raise errors.request_error(errors.Code.NO_WORKER, "the workers that had this model loaded are gone")
             raise errors.request_error(errors.Code.UNSUPPORTED, "this model generates nothing", param="model")
         if flight.feature:  # it is enough if any of them has it
             worker = self._able_worker(flight.model, flight.feature) or worker
