@@ -22,8 +22,10 @@ STOP_S = 60.0
 """Time within which a process that is asked to stop must end."""
 LEAVES_S = 1.0
 """Time from a gateway's last new connection to its stop, as from a load balancer that takes it out first."""
-_LOAD_TIMEOUT_S = 120.0
-"""Time within which a worker that loads its model must be ready."""
+GATEWAY_GRACE_S = 300.0
+"""Time within which the streams of a gateway that stops must end: no other gateway can continue them."""
+_START_S = 60.0
+"""Time within which a process must serve, beyond the time that its model takes to load."""
 _POLL_S = 0.05
 _READY = {"worker": "engine_ready", "router": "router_ready", "gateway": "gateway_ready"}
 
@@ -45,8 +47,8 @@ class Fleet:
         pythons: Mapping[str, Path] | None = None,
     ) -> None:
         """With `loses_events`, some entries of the simulated workers' event logs are lost. A simulated worker that is
-        started again takes `load_s` to load its model, as real ones do. `pythons` are of other versions' environments,
-        by group: `worker`, `router` and `gateway`."""
+        started after the first ones takes `load_s` to load its model, as real ones do. `pythons` are of other versions'
+        environments, by group: `worker`, `router` and `gateway`."""
         self._system = system
         self._pythons = dict(pythons or {})
         self._num_named: Counter[str] = Counter()
@@ -57,8 +59,9 @@ class Fleet:
         self._flags = ["--grace-s", "0", "--max-num-seqs", str(NUM_LANES), "--kv-tokens", str(kv_tokens)]
         self._model = demo.MODEL_PATH
         self._faults: list[str] = []
+        self._load_s = load_s
         self._slow_load: list[str] = []
-        """The fault of a worker that is started again."""
+        """The fault of a worker that is started after the first ones."""
         if engine == "sim":
             self._flags += ["--engine", "sim", "--sim-speedup", f"{50 / step_ms:g}"]
             self._faults = ["lose@200"] if loses_events else []
@@ -70,7 +73,7 @@ class Fleet:
 
     async def start(self) -> None:
         for name in self.routers + self.workers + self.gateways:
-            self._start(name)
+            self._start(name, is_first=True)
 
     async def until_up(self, bare: RawClient, num_ready: int | None = None) -> None:
         """Waits until every process serves, and a router confirms it of the workers, or until `num_ready` workers do
@@ -80,8 +83,9 @@ class Fleet:
         if num_ready is None:
             await until_ready(bare, len(self.workers))
             return
-        async with asyncio.timeout(_LOAD_TIMEOUT_S):
-            while sum(map(self._is_serving, await until_ready(bare, num_ready, _LOAD_TIMEOUT_S))) < num_ready:
+        timeout_s = _START_S + self._load_s
+        async with asyncio.timeout(timeout_s):
+            while sum(map(self._is_serving, await until_ready(bare, num_ready, timeout_s))) < num_ready:
                 await asyncio.sleep(_POLL_S)  # a router may not know yet that one was killed
 
     def _is_serving(self, card: dict[str, Any]) -> bool:
@@ -116,10 +120,10 @@ class Fleet:
             case "drain_worker":
                 await self._replace(worker, is_beside=fault.is_beside)
             case "roll":
-                names = self.workers + self.routers
+                names = self.workers + self.routers + self.gateways
                 first = fault.target % len(names)
-                for name in names[first:] + names[:first]:
-                    await self._replace(name, is_beside=fault.is_beside)
+                for name in names[first:] + names[:first]:  # a client's connection to a gateway has no other end
+                    await self._replace(name, is_beside=fault.is_beside or name in self.gateways)
             case _:
                 raise ValueError(fault.kind)
         return True
@@ -149,8 +153,8 @@ class Fleet:
     async def _replace(self, name: str, *, is_beside: bool) -> None:
         """Asks a process to stop, and starts its successor: before that under a new name, or afterwards under the same
         name."""
+        kind = name.partition("-")[0]
         if is_beside:
-            kind = name.partition("-")[0]
             group, successor = self._group(kind), self._new_name(kind)
             self._start(successor)
             await self._until_serving(successor)
@@ -158,16 +162,16 @@ class Fleet:
             if kind == "gateway":
                 await asyncio.sleep(LEAVES_S)
         self._system.signal(name, signal.SIGTERM)
-        status = await self._system.wait(name, STOP_S)
+        status = await self._system.wait(name, STOP_S + (GATEWAY_GRACE_S if kind == "gateway" else 0.0))
         if status:
             raise ChildProcessError(f"{name} stopped with status {status}")
         if not is_beside:
-            self._start(name, is_again=True)
+            self._start(name)
             await self._until_serving(name)
 
     def _restart(self, name: str) -> None:
         self._system.kill(name)
-        self._start(name, is_again=True)
+        self._start(name)
 
     def _new_name(self, group: str) -> str:
         self._num_named[group] += 1
@@ -175,15 +179,15 @@ class Fleet:
         self._all_workers += [name] if group == "worker" else []
         return name
 
-    def _start(self, name: str, *, is_again: bool = False) -> None:
+    def _start(self, name: str, *, is_first: bool = False) -> None:
         group = name.partition("-")[0]
         python = self._pythons.get(group)
         if group == "router":
             self._system.router(name, python=python)
         elif group == "gateway":
-            self._system.gateway(name, python=python)
+            self._system.gateway(name, "--grace-s", f"{GATEWAY_GRACE_S:g}", python=python)
         else:
-            faults = self._faults + (self._slow_load if is_again else [])
+            faults = self._faults + ([] if is_first else self._slow_load)
             flags = [*self._flags, "--sim-faults", ",".join(faults)] if faults else self._flags
             self._system.worker(name, *flags, model=self._model, python=python)
 
@@ -191,7 +195,7 @@ class Fleet:
         return {"worker": self.workers, "router": self.routers, "gateway": self.gateways}[kind]
 
     async def _until_serving(self, name: str) -> None:
-        await self._system.until_logged(name, _READY[name.partition("-")[0]])
+        await self._system.until_logged(name, _READY[name.partition("-")[0]], _START_S + self._load_s)
 
     def _pids(self, worker: str, part: str) -> list[int]:
         front, *engine = self._system.family(worker)

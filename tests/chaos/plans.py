@@ -26,6 +26,7 @@ class Kind(msgspec.Struct, frozen=True, kw_only=True):
     """Whether a request that no worker has accepted may remain without an answer."""
 
 
+ENGINES = ("sim", "demo")
 _LOSS = frozenset({UNSEALED})
 _BROKER = frozenset({UNSEALED, "worker_lost", "no_responders"})
 KINDS = {

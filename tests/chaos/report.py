@@ -1,6 +1,6 @@
 """Writes what the rounds have shown as a page, every number of which comes from their records."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from tests.chaos.plans import KINDS
 from tests.chaos.reading import UNSEALED
@@ -32,26 +32,47 @@ of an undisturbed stream. [guarantees.md](guarantees.md) says what is promised.
 
 def render(records: Sequence[Record]) -> str:
     """Returns the page."""
-    kinds = [kind for kind in KINDS if any(record.kind == kind for record in records)]
-    sections = [_section(kind, [record for record in records if record.kind == kind]) for kind in kinds]
-    return "\n".join([_HEAD, _overview(records, kinds), *sections])
+    groups = _groups(records)
+    sections = [_section(title, chosen) for title, chosen in groups.items()]
+    return "\n".join([_HEAD, _overview(groups), *sections])
 
 
-def _overview(records: Sequence[Record], kinds: Iterable[str]) -> str:
+def summary(records: Sequence[Record]) -> list[str]:
+    """Returns a line for each kind and size of rounds."""
+    return [f"{title}: {_outcome(chosen)}; {_facts(chosen)}" for title, chosen in _groups(records).items()]
+
+
+def _groups(records: Sequence[Record]) -> dict[str, list[Record]]:
+    """Returns the records by kind and size."""
+    found: dict[str, list[Record]] = {}
+    for record in sorted(records, key=lambda record: (list(KINDS).index(record.kind), record.sizes)):
+        found.setdefault(record.title, []).append(record)
+    return found
+
+
+def _outcome(records: Sequence[Record]) -> str:
+    total = sum(sum_up(records).values(), Ends())
+    return f"{total.streams:,} streams, {total.well:,} completed, broken promises: {_broken(records)}"
+
+
+def _broken(records: Sequence[Record]) -> str:
+    broken = violations(records[0].kind, sum_up(records))
+    return "; ".join(broken + [record.failure for record in records if record.failure]) or "none"
+
+
+def _overview(groups: Mapping[str, Sequence[Record]]) -> str:
     rows = ["| faults | aim | rounds | streams | completed | broken promises |", "|---|---|---|---|---|---|"]
-    for kind in kinds:
-        chosen = [record for record in records if record.kind == kind]
+    for title, chosen in groups.items():
         total = sum(sum_up(chosen).values(), Ends())
-        count = sum(record.faults for record in chosen)
-        broken = violations(kind, sum_up(chosen)) + [record.failure for record in chosen if record.failure]
-        cells = [f"{count:,} {kind}", f"{KINDS[kind].aim:,}", len(chosen), f"{total.streams:,}", f"{total.well:,}"]
-        rows.append(_row([*cells, "; ".join(broken) or "none"]))
+        count, aim = sum(record.faults for record in chosen), KINDS[chosen[0].kind].aim
+        cells = [f"{count:,} {title}", f"{aim:,}", len(chosen), f"{total.streams:,}", f"{total.well:,}"]
+        rows.append(_row([*cells, _broken(chosen)]))
     return "\n".join([*rows, ""])
 
 
-def _section(kind: str, records: Sequence[Record]) -> str:
+def _section(title: str, records: Sequence[Record]) -> str:
     lines = [
-        f"## {kind}",
+        f"## {title}",
         "",
         "| client | streams | completed | wrong | diverged | holes | lost terminals | no answer | errors |",
         "|---|---|---|---|---|---|---|---|---|",
@@ -60,11 +81,11 @@ def _section(kind: str, records: Sequence[Record]) -> str:
         errors = ", ".join(f"{count:,} {code}" for code, count in sorted(ends.errors.items())) or "none"
         counts = (ends.streams, ends.well, ends.wrong, ends.parted, ends.holes, ends.lost, ends.unanswered)
         lines.append(_row([client, *(f"{count:,}" for count in counts), errors]))
-    return "\n".join([*lines, "", _facts(kind, records), ""])
+    return "\n".join([*lines, "", _facts(records), ""])
 
 
-def _facts(kind: str, records: Sequence[Record]) -> str:
-    gaps, aim = [gap for record in records for gap in record.gaps_ms], KINDS[kind].max_gap_ms
+def _facts(records: Sequence[Record]) -> str:
+    gaps, aim = [gap for record in records for gap in record.gaps_ms], KINDS[records[0].kind].max_gap_ms
     faults = {engine: sum(one.faults for one in records if one.engine == engine) for engine in ("sim", "demo")}
     duration_s = sum(record.duration_s for record in records)
     dates = sorted({record.date for record in records})
@@ -72,7 +93,7 @@ def _facts(kind: str, records: Sequence[Record]) -> str:
     facts = [
         f"{sum(faults.values()):,} faults, {faults['demo']:,} of them on the demo model",
         f"gap p50 {_seconds(percentile(gaps, 0.5))}{aim_text}, p99 {_seconds(percentile(gaps, 0.99))}, "
-        f"of {len(gaps):,} gaps",
+        f"longest {_seconds(percentile(gaps, 1.0))}, of {len(gaps):,} gaps",
         f"longest silence {_seconds(max(record.longest_silence_ms for record in records))}",
         f"a fault took up to {max(record.longest_fault_s for record in records):g} s, "
         f"the median stream at least {min(record.median_stream_s for record in records):g} s",

@@ -57,6 +57,8 @@ class Record(msgspec.Struct, kw_only=True):
     kind: str
     seed: int
     engine: str
+    sizes: str = ""
+    """The flags that gave the system another size than the kind's own."""
     faults: int = 0
     ends: dict[str, Ends] = {}
     gaps_ms: list[int] = []
@@ -75,6 +77,11 @@ class Record(msgspec.Struct, kw_only=True):
     machine: str
     commit: str
     date: str
+
+    @property
+    def title(self) -> str:
+        """Returns the kind and the size, as flags: results with the same title add up."""
+        return f"{self.kind} {self.sizes}".strip()
 
 
 _encoder = msgspec.json.Encoder()
@@ -96,12 +103,12 @@ def append(path: Path, record: Record) -> None:
         file.write(_encoder.encode(record) + b"\n")
 
 
-def next_round(records: Iterable[Record], kinds: Sequence[str]) -> tuple[str, int]:
-    """Returns what to try next: the kind that is furthest from its aim in proportion, and the first seed that is new
-    for it."""
+def next_round(records: Iterable[Record], kinds: Sequence[str], sizes: str = "") -> tuple[str, int]:
+    """Returns what to try next with these sizes: the kind that is furthest from its aim in proportion, and the first
+    seed that is new for it."""
     tried: Counter[str] = Counter()
     seeds: dict[str, set[int]] = {kind: set() for kind in kinds}
-    for record in records:
+    for record in (one for one in records if one.sizes == sizes):
         tried[record.kind] += record.faults
         seeds.setdefault(record.kind, set()).add(record.seed)
     kind = min(kinds, key=lambda kind: tried[kind] / KINDS[kind].aim)
@@ -117,7 +124,7 @@ def sum_up(records: Iterable[Record]) -> dict[str, Ends]:
     found = {client: Ends() for client in CLIENTS}
     for record in records:
         for client, ends in record.ends.items():
-            found[client] += ends
+            found[client] = found.get(client, Ends()) + ends
     return found
 
 

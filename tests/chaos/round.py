@@ -10,6 +10,7 @@ import subprocess
 import time
 from collections.abc import AsyncIterator, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -52,7 +53,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     loses_events: bool = False
     """Whether some entries of the simulated workers' event logs are lost."""
     load_s: float = 0.0
-    """Time that a simulated worker which is started again takes to load its model."""
+    """Time that a simulated worker which is started after the others takes to load its model."""
     num_ready: int | None = None
     """Workers that must be ready before the next fault, while the others may be loading; all, if none are named."""
     cancels: float = 0.0
@@ -62,18 +63,22 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     """Streams from the gateways, in addition to the others."""
 
 
-def setup_of(kind: str, seed: int) -> Setup:
-    engine, is_mixed = plans.engine_of(seed), kind == "mixed"
-    if kind == "kill_while_loading":  # several load at once, so that two must do
-        return Setup(engine="sim", num_workers=5, num_tokens=plans.KINDS[kind].num_tokens, load_s=60.0, num_ready=2)
-    return Setup(
+def setup_of(kind: str, seed: int, **sizes: Any) -> Setup:
+    """Returns the size of a round of this kind, or with other `sizes`, by field. Rounds of another size are on the
+    simulated engine, unless they name one."""
+    is_mixed, is_slow = kind == "mixed", kind == "kill_while_loading"
+    engine = sizes.get("engine") or ("sim" if sizes or is_slow else plans.engine_of(seed))
+    own = Setup(
         engine=engine,
-        num_workers=3 if engine == "sim" else 2,
+        num_workers=5 if is_slow else 3 if engine == "sim" else 2,
         num_tokens=plans.KINDS[kind].num_tokens,
         loses_events=is_mixed,
-        load_s=10.0,
+        load_s=60.0 if is_slow else 10.0,
+        num_ready=2 if is_slow else None,  # several load at once
         cancels=0.1 if is_mixed else 0.0,
+        num_gateways=2 if sizes.get("num_http") else 0,
     )
+    return msgspec.structs.replace(own, **sizes)
 
 
 class Site:
@@ -179,9 +184,9 @@ async def started(setup: Setup, folder: Path, pythons: Mapping[str, Path] | None
         yield Site(setup, system.url, fleet, bare, client, witness, _texts[key])
 
 
-async def play(kind: str, seed: int, setup: Setup, faults: Iterable[Fault], folder: Path) -> Record:
-    """Plays a round on a system of its own and returns what it has shown."""
-    began, record = time.monotonic(), new_record(kind, seed, setup.engine)
+async def play(kind: str, seed: int, setup: Setup, faults: Iterable[Fault], folder: Path, sizes: str = "") -> Record:
+    """Plays a round on a system of its own and returns what it has shown. `sizes` are the flags that it was given."""
+    began, record = time.monotonic(), new_record(kind, seed, setup.engine, sizes)
     try:
         async with started(setup, folder) as site:
             await site.play(record, faults)
@@ -191,9 +196,9 @@ async def play(kind: str, seed: int, setup: Setup, faults: Iterable[Fault], fold
     return record
 
 
-def new_record(kind: str, seed: int, engine: str) -> Record:
+def new_record(kind: str, seed: int, engine: str, sizes: str = "") -> Record:
     today = datetime.date.today().isoformat()
-    return Record(kind=kind, seed=seed, engine=engine, machine=_machine(), commit=_commit(), date=today)
+    return Record(kind=kind, seed=seed, engine=engine, sizes=sizes, machine=_machine(), commit=_commit(), date=today)
 
 
 def broken_promises(record: Record) -> list[str]:

@@ -19,11 +19,13 @@ def few(kind: str, count: int, away_s: float = 2.5) -> list[Fault]:
     return [msgspec.structs.replace(fault, **soon) for fault in faults(kind, SEED, count)]
 
 
-async def played(folder: Path, *kinds: list[Fault], num_tokens: int = 100) -> Record:
+async def played(folder: Path, *kinds: list[Fault], num_tokens: int = 100, num_http: int = 0) -> Record:
     """Plays faults under the rules of the first one's kind, and checks that every client had streams that ended
     well."""
-    chosen = list(chain(*kinds))
-    setup = Setup(engine="sim", num_workers=2, num_tokens=num_tokens, step_ms=15.0)
+    chosen, num_gateways = list(chain(*kinds)), 2 if num_http else 0
+    setup = Setup(
+        engine="sim", num_workers=2, num_tokens=num_tokens, step_ms=15.0, num_gateways=num_gateways, num_http=num_http
+    )
     record = await play(chosen[0].kind, SEED, setup, chosen, folder)
     assert broken_promises(record) == [], record.notes
     assert record.faults == len(chosen)
@@ -43,7 +45,7 @@ async def test_a_broker_that_dies_and_returns_costs_the_library_no_byte_and_hang
 
 @pytest.mark.long
 async def test_drains_and_a_roll_of_everything_cut_nothing(tmp_path: Path) -> None:
-    assert (await played(tmp_path, few("drain_worker", 5), few("roll", 1))).gaps_ms
+    assert (await played(tmp_path, few("drain_worker", 5), few("roll", 1), num_http=4)).gaps_ms
 
 
 @pytest.mark.long

@@ -1,8 +1,10 @@
-"""Tests that a seed determines the faults of a round."""
+"""Tests that a seed determines the faults of a round, and that flags give it another size."""
 
 import pytest
 
+from tests.chaos.__main__ import parse, said, sizes_of
 from tests.chaos.plans import KINDS, Fault, engine_of, faults
+from tests.chaos.round import setup_of
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -41,3 +43,41 @@ def test_one_round_in_ten_is_of_the_demo_model() -> None:
 
 def test_a_fault_says_all_that_was_drawn() -> None:
     assert next(faults("roll", 5)) != Fault("roll", 0, 0.0, 0, 0.0, 0.0, "front", True)
+
+
+def test_flags_change_the_size_of_a_round_and_nothing_else() -> None:
+    given = "--workers 5 --ready 3 --tokens 4800 --load-s 0.5"
+    sizes = sizes_of(parse(["run", "--kind", "roll", *given.split()]))
+    assert said(sizes) == given
+    changed = setup_of("roll", 0, **sizes)
+    assert (changed.num_workers, changed.num_ready, changed.num_tokens, changed.load_s) == (5, 3, 4_800, 0.5)
+    assert changed.num_gateways == 0
+    assert setup_of("roll", 0, **sizes_of(parse(["run"]))) == setup_of("roll", 0)
+
+
+def test_rounds_of_another_size_are_simulated_unless_they_name_an_engine() -> None:
+    assert [setup_of("roll", 4).engine, setup_of("roll", 4, load_s=1.0).engine] == ["demo", "sim"]
+    assert setup_of("roll", 0, engine="demo").num_workers == 2
+
+
+def test_streams_over_http_have_two_gateways() -> None:
+    assert setup_of("roll", 0, **sizes_of(parse(["run", "--http", "8"]))).num_gateways == 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "allowed"),
+    [
+        (["--workers", "1"], "--workers must be from 2 to 100, got 1"),
+        (["--workers", "4", "--ready", "5"], "--ready must be from 1 to 4, got 5"),
+        (["--tokens", "99"], "--tokens must be from 100 to 10,000, got 99"),
+        (["--load-s", "-1"], "--load-s must be from 0 to 600, got -1"),
+        (["--load-s", "nan"], "--load-s must be from 0 to 600, got nan"),
+        (["--http", "101"], "--http must be from 0 to 100, got 101"),
+    ],
+)
+def test_a_size_that_no_round_can_have_is_refused(
+    flags: list[str], allowed: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parse(["run", *flags])
+    assert allowed in capsys.readouterr().err

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from tests.chaos.report import render
+from tests.chaos.report import render, summary
 from tests.chaos.results import Ends, Record
 
 FIRST = Record(
@@ -43,8 +43,8 @@ def test_a_kind_has_a_row_for_each_client_and_says_where_and_for_how_long_it_was
     assert "| whole | 2 | 2 | 0 | 0 | 0 | 0 | 0 | none |" in lines
     assert "| library | 0 | 0 | 0 | 0 | 0 | 0 | 0 | none |" in lines
     assert (
-        "1,120 faults, 1,100 of them on the demo model; gap p50 2.00 s (aim 1.50 s), p99 3.00 s, of 3 gaps; "
-        "longest silence 3.10 s; a fault took up to 1.5 s, the median stream at least 7.5 s; "
+        "1,120 faults, 1,100 of them on the demo model; gap p50 2.00 s (aim 1.50 s), p99 3.00 s, "
+        "longest 3.00 s, of 3 gaps; longest silence 3.10 s; a fault took up to 1.5 s, the median stream at least 7.5 s; "
         "2 rounds with the seeds 0, 4, 4 minutes, "
         "2024-05-01 to 2024-05-03; commit abc, def; on 2 cores, X."
     ) in lines
@@ -59,10 +59,22 @@ def test_the_overview_names_every_broken_promise() -> None:
     assert "| 1,100 kill_worker | 1,000 | 1 | 500 | 500 | none |" in render([SECOND]).splitlines()
 
 
+def test_rounds_of_another_size_have_a_row_and_a_section_of_their_own() -> None:
+    small = msgspec.structs.replace(SECOND, sizes="--workers 2")
+    lines = render([FIRST, small]).splitlines()
+    assert "| 20 kill_worker | 1,000 | 1 | 1,002 | 1,000 | plain: 1 wrong bytes; plain: 1 worker_lost |" in lines
+    assert "| 1,100 kill_worker --workers 2 | 1,000 | 1 | 500 | 500 | none |" in lines
+    assert "## kill_worker --workers 2" in lines
+    (line,) = summary([small])
+    assert line.startswith("kill_worker --workers 2: 500 streams, 500 completed, broken promises: none; 1,100 faults")
+
+
 def test_kinds_without_a_result_are_not_on_the_page() -> None:
     assert "## roll" not in render([FIRST])
     assert "## roll" in render([FIRST, msgspec.structs.replace(SECOND, kind="roll", gaps_ms=[])])
 
 
 def test_a_kind_without_a_gap_says_so() -> None:
-    assert "gap p50 none, p99 none, of 0 gaps" in render([msgspec.structs.replace(SECOND, kind="roll", gaps_ms=[])])
+    assert "gap p50 none, p99 none, longest none, of 0 gaps" in render(
+        [msgspec.structs.replace(SECOND, kind="roll", gaps_ms=[])]
+    )

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tests.chaos import results
@@ -57,6 +58,7 @@ def test_rounds_add_up_by_client() -> None:
         "plain": Ends(streams=7, well=3, errors={"a": 2, "b": 2}),
         "whole": Ends(streams=1, well=1),
     }
+    assert sum_up([record(http=Ends(streams=2, well=2))])["http"] == Ends(streams=2, well=2)
 
 
 def test_what_was_written_is_read_again_and_a_line_that_was_cut_off_is_not(tmp_path: Path) -> None:
@@ -81,6 +83,13 @@ def test_a_run_goes_on_with_the_kind_of_which_least_was_tried_and_with_a_seed_th
     assert next_round(tried, kinds) == (KIND, 1)
     assert next_round([*tried, *(record(seed=seed, faults=20) for seed in range(1, 7))], kinds) == ("roll", 1)
     assert next_round([record(faults=5_000)], [KIND]) == (KIND, 1)
+
+
+def test_rounds_of_another_size_count_for_themselves() -> None:
+    small = msgspec.structs.replace(record(), sizes="--workers 2")
+    assert next_round([record()], [KIND], small.sizes) == (KIND, 0)
+    assert next_round([record(), small], [KIND], small.sizes) == (KIND, 1)
+    assert [record().title, small.title] == [KIND, f"{KIND} --workers 2"]
 
 
 def test_a_round_that_could_not_be_played_counts_as_tried_no_more_than_its_faults() -> None:

@@ -215,9 +215,9 @@ class System:
                 return int(line.split()[1]) * 1024
         raise AssertionError(f"{name} is not running")
 
-    async def until_logged(self, name: str, event: str) -> None:
+    async def until_logged(self, name: str, event: str, timeout_s: float = 60.0) -> None:
         """Waits for an event since the last start of this name."""
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(timeout_s):
             while not self.logged(name, event):
                 await asyncio.sleep(0.02)
 
