@@ -44,8 +44,8 @@ def test_a_kind_has_a_row_for_each_client_and_says_where_and_for_how_long_it_was
     assert "| library | 0 | 0 | 0 | 0 | 0 | 0 | 0 | none |" in lines
     assert (
         "1,120 faults, 1,100 of them on the demo model; gap p50 2.00 s (aim 1.50 s), p99 3.00 s, "
-        "longest 3.00 s, of 3 gaps; longest silence 3.10 s; a fault took up to 1.5 s, the median stream at least 7.5 s; "
-        "2 rounds with the seeds 0, 4, 4 minutes, "
+        "longest 3.00 s, of 3 gaps; longest silence 3.10 s; a fault took up to 1.5 s, "
+        "the median stream at least 7.5 s; 2 rounds with the seeds 0, 4, 4 minutes, "
         "2024-05-01 to 2024-05-03; commit abc, def; on 2 cores, X."
     ) in lines
 

@@ -2,7 +2,11 @@
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+import types
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
 
 from tests.sim.engine import TimedEngine
 from tests.sim.network import Broker
@@ -10,6 +14,7 @@ from tests.sim.sim_bus import SimBus
 from tests.sim.world import Process, World
 from tokenbus.protocol.telemetry.tracing import NoopTracer
 from tokenbus.protocol.wire import subjects
+from tokenbus.protocol.wire.cards import WorkerRole
 from tokenbus.router.serve import Router
 from tokenbus.router.settings import RouterSettings
 from tokenbus.worker.broker.fence import FENCE_S
@@ -42,14 +47,17 @@ class SimReplica:
         max_num_seqs: int,
         token_s: float,
         load_s: float | None,
+        model: str,
+        config: Mapping[str, Any],
     ) -> None:
         self.process = process
         self.name = name
+        self._config = config
         self._restart_s = restart_s
         self._load_s = load_s
         self._shape = (max_num_seqs, token_s)
-        metrics = ReplicaMetrics(WorkerMetrics(), MODEL, name)
-        self.frontend = Frontend(line, subjects.Subjects(), MODEL, name, settings, metrics, NoopTracer())
+        metrics = ReplicaMetrics(WorkerMetrics(), model, name)
+        self.frontend = Frontend(line, subjects.Subjects(), model, name, settings, metrics, NoopTracer())
         self.engine: TimedEngine | None = None
 
     async def open(self) -> None:
@@ -61,6 +69,7 @@ class SimReplica:
 
     def _start_engine(self) -> None:
         self.engine = TimedEngine(*self._shape)
+        self.engine.config = msgspec.structs.replace(self.engine.config, **self._config)
         self.engine.step_done = self.frontend.step_done
         self.frontend.engine_started(self.engine, self.engine.config)
 
@@ -103,16 +112,20 @@ class FrontendProcess:
         beside: Sequence[str] = (),
         site: str = "",
         load_s: float | None = 0.0,
+        model: str = MODEL,
+        role: WorkerRole = WorkerRole.BOTH,
+        config: Mapping[str, Any] = types.MappingProxyType({}),
     ) -> None:
         """`beside` names more workers of the process; `site` is where it says that it runs; `load_s` is how long each
-        model takes to load, None if it never has loaded."""
-        settings = FrontendSettings(debug=True, max_new_tokens=max_new_tokens, site=site)
+        model takes to load, None if it never has loaded; `config` is what engines say of themselves that others
+        don't."""
+        settings = FrontendSettings(debug=True, max_new_tokens=max_new_tokens, site=site, role=role)
         self.name = name
         self.process = world.process(name)
         self.bus = SimBus(self.process, broker)
         self.incoming = SimBus(self.process, broker)
         self.replicas: list[SimReplica] = []
-        self._shape = (settings, restart_s, max_num_seqs, token_s, load_s)
+        self._shape = (settings, restart_s, max_num_seqs, token_s, load_s, model, config)
         self._line = Lifeline(self.bus, self.incoming, subjects.Subjects(), name)
         for one in (name, *beside):
             self.add(one)

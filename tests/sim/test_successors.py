@@ -6,14 +6,16 @@ all streams. TOKENBUS_SUCCESSORS sets how many histories are played."""
 
 import os
 import random
+from typing import Any, NamedTuple
 
 import pytest
 
 from tests.sim.clients import SimpleClient, SimplyAsked
 from tests.sim.network import Broker
-from tests.sim.system import FrontendProcess, RouterProcess, kill
+from tests.sim.system import MODEL, FrontendProcess, RouterProcess, kill
 from tests.sim.world import World, world
 from tokenbus.protocol.wire import errors, limits, messages
+from tokenbus.protocol.wire.cards import WorkerRole
 
 NUM_HISTORIES = int(os.environ.get("TOKENBUS_SUCCESSORS", "60"))
 NUM_QUICK = 5
@@ -113,6 +115,62 @@ def test_no_stream_waits_for_the_successor_of_its_worker(seed: int) -> None:
         except AssertionError as error:
             error.add_note(repr(fleet))
             raise
+
+
+class Change(NamedTuple):
+    """How a worker comes back under its name."""
+
+    model: str = MODEL
+    role: WorkerRole = WorkerRole.BOTH
+    config: dict[str, Any] = {}
+    """What its engine says of itself that the others don't."""
+    takes_streams: bool = False
+    """Whether it can continue the streams of others, and may while these live."""
+
+
+CHANGES = {
+    "nothing": Change(takes_streams=True),
+    "another version": Change(config={"engine_version": "2", "versions": {"sim": "2"}}, takes_streams=True),
+    "another role that takes answers": Change(role=WorkerRole.DECODE, takes_streams=True),
+    "another role that takes none": Change(role=WorkerRole.PREFILL),
+    "another model": Change(model="other"),
+    "other weights": Change(config={"fingerprint": "1"}),
+}
+
+
+@pytest.mark.parametrize("load_s", [0.0, 0.15, 2.0])
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_successor_that_has_changed_delays_no_stream_and_takes_only_those_that_it_can(
+    change: Change, load_s: float
+) -> None:
+    with world(1) as made:
+        broker = Broker(made)
+        first, second, _third = (FrontendProcess(made, broker, name, 32, _TOKEN_S) for name in ("w0", "w1", "w2"))
+        routers = [RouterProcess(made, broker, name) for name in ("r0", "r1")]
+        client = SimpleClient(made, broker, "s0")
+        made.run(2.0)
+        for seed in range(12):
+            client.ask(100, seed=seed)
+        made.run(1.0)
+        assert first.engine
+        assert first.engine.running
+        kill(first.process, first.bus, first.incoming)
+        FrontendProcess(
+            made, broker, "w0", 32, _TOKEN_S, load_s=load_s, model=change.model, role=change.role, config=change.config
+        )
+        made.run(4.0)
+        kill(second.process, second.bus, second.incoming)
+        made.run_until(lambda: not client.open())
+        made.run(2.0)
+        finished_by = set()
+        for asked in client.asked:
+            asked.check()
+            assert asked.is_whole, asked
+            assert asked.longest_pause_s <= LONGEST_PAUSE_S, (asked.longest_pause_s, asked)
+            assert asked.terminal
+            finished_by.add(asked.terminal.worker_id)
+        assert finished_by == ({"w0", "w2"} if change.takes_streams else {"w2"})
+        assert not any(len(router.router.flights) for router in routers)
 
 
 def test_routers_see_that_the_successor_of_a_lost_worker_loads() -> None:
