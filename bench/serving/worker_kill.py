@@ -1,20 +1,26 @@
 """Measures how long plain streams pause when their worker is killed, and starts again under its own name or not at all.
 
-Run: .venv/bin/python -m bench.serving.worker_kill [--model FILE.gguf] [--workers 2] [--pairs 50] [WORKER FLAGS]
+Run: .venv/bin/python -m bench.serving.worker_kill [--model FILE.gguf] [--workers 2] [--pairs 50] [--pinned]
+  [WORKER FLAGS]
 
 A client that knows nothing of attempts reads a stream from each worker and only concatenates text. One worker gets
 SIGKILL; in the second run of a pair its successor starts at once under the same name, as supervisors do it, and loads
-while the others continue. The pause is the longest time between two messages with text from the kill on. A text with a
-hole or a repetition, or a stream that ends before its time, ends the measurement."""
+while the others continue. The pause is the longest time between two messages with text from the kill on. It contains
+the first token of the worker that continues the stream, which has to compute the prompt and the text so far: from its
+accept until that token, as the router's trace tells. What the pause has beyond that is what the death costs. With
+`--pinned`, each worker has a core, on which its successor loads too. A text with a hole or a repetition, or a stream
+that ends before its time, ends the measurement."""
 
 import asyncio
 import contextlib
 import itertools
+import os
 import statistics
 import subprocess
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import nats
@@ -31,13 +37,28 @@ from tokenbus.protocol.wire.subjects import DEFAULT_PREFIX
 _AFTER = 8
 """The messages with text that each stream must have after the kill."""
 _TIMEOUT_S = 120.0
+_NAMES = ("left dead", "started again")
 _serials = itertools.count()
+
+
+class Pause(NamedTuple):
+    """What a kill has cost, in seconds."""
+
+    longest: float
+    first_token: float
+    """The part from the accept of the worker that continues to its first token."""
+
+    @property
+    def beyond(self) -> float:
+        """The part of the pause for which that worker is not to blame."""
+        return self.longest - self.first_token
 
 
 class _Stream:
     """One stream as a plain client sees it."""
 
-    def __init__(self) -> None:
+    def __init__(self, request_id: str) -> None:
+        self.request_id = request_id
         self.worker_id = ""
         self.times: list[float] = []
         self.changed = asyncio.Event()
@@ -69,13 +90,19 @@ class _Stream:
 class _Workers:
     """The workers of a system, each of which can be killed and started again."""
 
-    def __init__(self, url: str, folder: Path, model: str, count: int, worker_flags: list[str]) -> None:
+    def __init__(
+        self, url: str, folder: Path, model: str, count: int, worker_flags: list[str], *, pinned: bool
+    ) -> None:
         self._url, self._folder, self._model, self._flags = url, folder, model, worker_flags
+        self._cores = sorted(os.sched_getaffinity(0)) if pinned else []
         self._running = {f"w{number}": self._start(f"w{number}") for number in range(count)}
 
     def _start(self, name: str) -> "subprocess.Popen[bytes]":
         served = ("--model", self._model, "--served-name", "m", "--worker-id", name)
-        return system.start(self._folder / f"{name}.log", "worker", "--nats", self._url, *served, *self._flags)
+        started = system.start(self._folder / f"{name}.log", "worker", "--nats", self._url, *served, *self._flags)
+        if self._cores:
+            os.sched_setaffinity(started.pid, {self._cores[int(name[1:]) % len(self._cores)]})
+        return started
 
     def kill(self, name: str) -> None:
         self._running[name].kill()
@@ -94,7 +121,8 @@ class _Workers:
 
 @contextlib.asynccontextmanager
 async def _streaming(connection: Client, max_tokens: int) -> AsyncIterator[_Stream]:
-    stream, inbox = _Stream(), connection.new_inbox()
+    inbox = connection.new_inbox()
+    stream = _Stream(f"s-{inbox[-12:]}")
     subscription = await connection.subscribe(inbox, cb=stream.take)
     prompt = f"Story {next(_serials)}. Once upon a time"
     request = {
@@ -102,19 +130,19 @@ async def _streaming(connection: Client, max_tokens: int) -> AsyncIterator[_Stre
         "max_tokens": max_tokens,
         "temperature": 0,
         "ignore_eos": True,
-        "id": f"s-{inbox[-12:]}",
+        "id": stream.request_id,
     }
     await connection.publish(f"{DEFAULT_PREFIX}.generate.m", msgspec.json.encode(request), reply=inbox)
     try:
         yield stream
     finally:
         await subscription.unsubscribe()
-        await connection.publish(f"{DEFAULT_PREFIX}.cancel.{request['id']}", b"")
+        await connection.publish(f"{DEFAULT_PREFIX}.cancel.{stream.request_id}", b"")
 
 
-async def pause_s(
+async def pause(
     client: WireClient, connection: Client, workers: _Workers, names: list[str], max_tokens: int, *, restarts: bool
-) -> float:
+) -> Pause:
     """Kills the worker of one of the streams, and returns the longest pause of all."""
     await system.cards(client, len(names))
     async with contextlib.AsyncExitStack() as stack:
@@ -129,42 +157,70 @@ async def pause_s(
         for stream, had in zip(streams, before, strict=True):
             await stream.until(had + _AFTER)
         longest_s = max(longest_pause_s(stream.times, killed_at) for stream in streams)
+        first_token_s = await _first_token_s(client, streams[0].request_id)
     workers.start_again(killed)
-    return longest_s
+    return Pause(longest_s, first_token_s)
 
 
-async def measure(model: str, count: int, pairs: int, max_tokens: int, worker_flags: list[str]) -> None:
+async def _first_token_s(client: WireClient, request_id: str) -> float:
+    """Returns the time from the accept of the worker that continued a stream to its first token."""
+    async with asyncio.timeout(_TIMEOUT_S):
+        while True:
+            known = (await client.traces(messages.TraceRequest(id=request_id))).named(request_id)
+            last = known.trace.attempts[-1] if known else None
+            if last and last.accepted_ms is not None and last.continued_ms is not None:
+                return (last.continued_ms - last.accepted_ms) / 1e3
+            await asyncio.sleep(0.05)  # the router may not have heard of the token yet
+
+
+async def measure(
+    model: str, count: int, pairs: int, max_tokens: int, worker_flags: list[str], *, pinned: bool
+) -> None:
     names = [f"w{number}" for number in range(count)]
     async with system.started(Path(model)) as one, await WireClient.connect(one.nats_url) as client:
         connection = await nats.connect(one.nats_url)
-        workers = _Workers(one.nats_url, one.folder, model, count, worker_flags)
+        workers = _Workers(one.nats_url, one.folder, model, count, worker_flags, pinned=pinned)
         try:
 
-            async def pause(*, restarts: bool) -> float:
-                return await pause_s(client, connection, workers, names, max_tokens, restarts=restarts)
+            async def kill(*, restarts: bool) -> Pause:
+                return await pause(client, connection, workers, names, max_tokens, restarts=restarts)
 
-            seen = await interleave(lambda _: pause(restarts=False), lambda _: pause(restarts=True), pairs, warm_up=0)
+            seen = await interleave(lambda _: kill(restarts=False), lambda _: kill(restarts=True), pairs, warm_up=0)
         finally:
             await connection.close()
             workers.stop()
     print(
         f"{Path(model).name}, {count} workers, {count} streams, {2 * pairs} kills, none cut, no byte lost or repeated"
     )
-    for name, pauses in zip(("left dead", "started again"), zip(*seen, strict=True), strict=True):
-        p99 = statistics.quantiles(pauses, n=100, method="inclusive")[-1] if len(pauses) > 1 else pauses[0]
-        print(f"  {name:<14} p50 {statistics.median(pauses):.2f} s, p99 {p99:.2f} s, longest {max(pauses):.2f} s")
-    show(("left dead", "started again"), "s", seen, decimals=2)
+    for name, pauses in zip(_NAMES, zip(*seen, strict=True), strict=True):
+        print(f"  {name}")
+        print(f"    pause             {_quantiles([one.longest for one in pauses])}")
+        print(f"    first token       {_quantiles([one.first_token for one in pauses])}")
+        print(f"    pause beyond that {_quantiles([one.beyond for one in pauses])}")
+    for what, numbers in (
+        ("pause", [(first.longest, second.longest) for first, second in seen]),
+        ("pause beyond the first token", [(first.beyond, second.beyond) for first, second in seen]),
+    ):
+        print(what)
+        show(_NAMES, "s", numbers, decimals=2)
+
+
+def _quantiles(values: list[float]) -> str:
+    p99 = statistics.quantiles(values, n=100, method="inclusive")[-1] if len(values) > 1 else values[0]
+    return f"p50 {statistics.median(values):.2f} s, p99 {p99:.2f} s, longest {max(values):.2f} s"
 
 
 def main() -> None:
     parser = flags.parser(__doc__, workers=2, pairs=7, tokens=2_000)
     parser.add_argument("--model", help="a GGUF file, or a model of the simulated engine with `--engine sim`")
+    parser.add_argument("--pinned", action="store_true", help="give each worker, and its successor, a core of its own")
     options, worker_flags = parser.parse_known_args()
-    if "sim" in worker_flags:
-        asyncio.run(measure(options.model, options.workers, options.pairs, options.tokens, worker_flags))
-        return
-    with benchmark_model.model(options.model and Path(options.model)) as model:
-        asyncio.run(measure(str(model), options.workers, options.pairs, options.tokens, worker_flags))
+    with contextlib.ExitStack() as stack:
+        model = options.model
+        if "sim" not in worker_flags:
+            model = str(stack.enter_context(benchmark_model.model(model and Path(model))))
+        sizes = (options.workers, options.pairs, options.tokens)
+        asyncio.run(measure(model, *sizes, worker_flags, pinned=options.pinned))
 
 
 if __name__ == "__main__":
