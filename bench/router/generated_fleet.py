@@ -1,10 +1,10 @@
 """Router and broker beside a large fleet without requests, compared with another checkout.
 
-Run: .venv/bin/python -m bench.router.generated_fleet ../other [--workers 2000] [--per-process 8] [--pairs 7]
+Run: .venv/bin/python -m bench.router.generated_fleet ../other [--workers 2000] [--per-process 8] [--pairs 7] [--same]
 
 Each pair measures the other checkout's router with generated workers as they were (two connections and five entries a
-second for each), then this one's with processes (two connections and one beat for each). The other checkout needs its
-own environment (`make .venv/.ready` there)."""
+second for each), then this one's with processes (two connections and one beat for each). With `--same`, both have such processes. The other checkout needs its own
+environment (`make .venv/.ready` there)."""
 
 import argparse
 import asyncio
@@ -30,8 +30,9 @@ async def _cores(checkout: Path, options: argparse.Namespace, per_process: int, 
 
 async def measure(options: argparse.Namespace) -> None:
     seen: list[tuple[Cores, Cores]] = []
+    before = (options.per_process, Style()) if options.same else (1, Style(beats=False))
     for _ in range(options.pairs):
-        theirs = await _cores(options.other.resolve(), options, 1, Style(beats=False))
+        theirs = await _cores(options.other.resolve(), options, *before)
         seen.append((theirs, await _cores(HERE, options, options.per_process, Style())))
         print("  router and broker, other and this checkout: ", [[round(one, 3) for one in side] for side in seen[-1]])
     print(f"{options.workers} workers, {options.per_process} of a process, no requests: cores")
@@ -44,6 +45,7 @@ async def measure(options: argparse.Namespace) -> None:
 def main() -> None:
     parser = flags.parser(__doc__, workers=2_000, per_process=8, pairs=7, seconds=10)
     parser.add_argument("other", type=Path)
+    parser.add_argument("--same", action="store_true", help="give the other checkout's router the same workers")
     asyncio.run(measure(parser.parse_args()))
 
 
