@@ -3,8 +3,8 @@
 Run: .venv/bin/python -m bench.router.generated_fleet ../other [--workers 2000] [--per-process 8] [--pairs 7] [--same]
 
 Each pair measures the other checkout's router with generated workers as they were (two connections and five entries a
-second for each), then this one's with processes (two connections and one beat for each). With `--same`, both have such processes. The other checkout needs its own
-environment (`make .venv/.ready` there)."""
+second for each), then this one's with processes (two connections and one beat for each). With `--same`, both have such
+processes. The other checkout needs its own environment (`make .venv/.ready` there)."""
 
 import argparse
 import asyncio
