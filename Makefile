@@ -65,10 +65,11 @@ console-check: $(READY) ## the console in a real browser
 	TOKENBUS_BROWSER=build/browser/node_modules/axe-core/axe.min.js $(BIN)/pytest -q tests/browser $(ARGS)
 
 # Faults of real processes under 32 streams: an hour of every kind, or KIND=kill_worker RUNS=3, or SEEDS="4 14", or
-# MINUTES=600. Results add up in build/chaos.jsonl, however a run ends, and are shown in docs/chaos.md.
+# MINUTES=600, or of another size, as with KIND=roll ARGS="--tokens 4800". Results add up in build/chaos.jsonl, however a
+# run ends, and are shown in docs/chaos.md.
 chaos: $(READY) ## an hour of faults under load
 	$(BIN)/python -m tests.chaos run --minutes $(MINUTES) $(if $(KIND),--kind $(KIND)) $(if $(RUNS),--runs $(RUNS)) \
-	  $(if $(SEEDS),--seeds $(SEEDS)); status=$$?; $(BIN)/python -m tests.chaos report && exit $$status
+	  $(if $(SEEDS),--seeds $(SEEDS)) $(ARGS); status=$$?; $(BIN)/python -m tests.chaos report && exit $$status
 
 # Mixed load for an hour, or MINUTES=20. Fails if the memory of a process grows after the first minutes, or if it is left
 # with more descriptors, threads or tasks.
