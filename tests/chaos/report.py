@@ -13,7 +13,8 @@ _HEAD = f"""# Streams under faults
 This page shows the results of `make chaos`. It runs real processes (one nats-server, two routers, and three workers
 with the simulated engine or two with the demo model) with 32 open streams at all times (16 of the library, 12 of plain
 clients and 4 with `stream: false`), and causes one fault after another. Every text is compared byte by byte with that
-of an undisturbed stream. [guarantees.md](guarantees.md) says what is promised.
+of an undisturbed stream. [guarantees.md](guarantees.md) says what is promised. Where a system or its streams had
+another size, the flags of `python -m tests.chaos run` that gave it follow the kind.
 
 - *Aim*: how many faults of a kind it takes for that kind to count as tested.
 - *Completed*: streams that reached their full length, or that their own client cancelled.
