@@ -96,6 +96,7 @@ def _facts(records: Sequence[Record]) -> str:
         f"gap p50 {_seconds(percentile(gaps, 0.5))}{aim_text}, p99 {_seconds(percentile(gaps, 0.99))}, "
         f"longest {_seconds(percentile(gaps, 1.0))}, of {len(gaps):,} gaps",
         f"longest silence {_seconds(max(record.longest_silence_ms for record in records))}",
+        f"the clients' own process stood still for up to {_seconds(max(one.longest_stall_ms for one in records))}",
         f"a fault took up to {max(record.longest_fault_s for record in records):g} s, "
         f"the median stream at least {min(record.median_stream_s for record in records):g} s",
         f"{len(records)} rounds with the seeds {_ranges(sorted({record.seed for record in records}))}, "

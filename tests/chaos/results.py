@@ -66,6 +66,9 @@ class Record(msgspec.Struct, kw_only=True):
     restarted."""
     longest_silence_ms: int = 0
     """The longest time without text in any plain client's stream."""
+    longest_stall_ms: int = 0
+    """The longest time for which the clients' own process stood still. A broker drops clients that stand still for
+    3 s, and what was on its way to them is lost: such a round says more of the machine than of the system."""
     longest_fault_s: float = 0.0
     median_stream_s: float = 0.0
     """The median time in which a stream reached its full length."""

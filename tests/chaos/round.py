@@ -36,6 +36,7 @@ and it would be blamed for them."""
 PATIENCE_S = 60.0
 """Time that a client allows a stream in addition to what an undisturbed one takes."""
 MAX_PROMPT_TOKENS = 200
+_TICK_S = 0.05
 _parts = codec.Decoder(internal.SnapshotPart)
 _texts: dict[tuple[str, int], list[Expected]] = {}
 """The undisturbed texts by engine and length; they are the same in all rounds."""
@@ -133,6 +134,7 @@ class Site:
             num_http=setup.num_http,
             gateway_ports=self.fleet.gateway_ports,
         )
+        stalls = asyncio.create_task(_note_stalls(record))
         streams.start()
         try:
             yield streams
@@ -141,6 +143,7 @@ class Site:
             await until_idle(self.bare)
             await _until_settled(self.bare, self._witness, self.fleet.workers)
         finally:
+            stalls.cancel()
             await streams.stop()
             record.ends = streams.ends(self.fleet.accepted_ids())
             record.gaps_ms = streams.gaps_ms()
@@ -152,6 +155,15 @@ class Site:
         """Waits until the system has recovered from the last fault."""
         await self.fleet.until_up(self.bare, self._setup.num_ready)
         await streams.go_on(BETWEEN_FAULTS)
+
+
+async def _note_stalls(record: Record) -> None:
+    """Records how long this process, with all clients, stood still."""
+    loop = asyncio.get_running_loop()
+    while True:
+        due = loop.time() + _TICK_S
+        await asyncio.sleep(_TICK_S)
+        record.longest_stall_ms = max(record.longest_stall_ms, round(1e3 * (loop.time() - due)))
 
 
 @contextlib.asynccontextmanager

@@ -13,6 +13,7 @@ FIRST = Record(
     ends={"plain": Ends(streams=1_000, well=998, wrong=1, errors={"worker_lost": 1}), "whole": Ends(streams=2, well=2)},
     gaps_ms=[1_000, 2_000],
     longest_silence_ms=2_500,
+    longest_stall_ms=40,
     longest_fault_s=0.5,
     median_stream_s=7.6,
     duration_s=90.0,
@@ -44,7 +45,8 @@ def test_a_kind_has_a_row_for_each_client_and_says_where_and_for_how_long_it_was
     assert "| library | 0 | 0 | 0 | 0 | 0 | 0 | 0 | none |" in lines
     assert (
         "1,120 faults, 1,100 of them on the demo model; gap p50 2.00 s (aim 1.50 s), p99 3.00 s, "
-        "longest 3.00 s, of 3 gaps; longest silence 3.10 s; a fault took up to 1.5 s, "
+        "longest 3.00 s, of 3 gaps; longest silence 3.10 s; "
+        "the clients' own process stood still for up to 0.04 s; a fault took up to 1.5 s, "
         "the median stream at least 7.5 s; 2 rounds with the seeds 0, 4, 4 minutes, "
         "2024-05-01 to 2024-05-03; commit abc, def; on 2 cores, X."
     ) in lines
