@@ -87,7 +87,7 @@ async def _play(kind: str, seed: int, sizes: Mapping[str, Any], count: int | Non
         record = await play(kind, seed, setup, plans.faults(kind, seed, count), Path(folder), said(sizes))
         results.append(path, record)
         if broken_promises(record):
-            kept = path.parent / f"{path.stem}-{kind}-{seed}"
+            kept = path.parent / f"{path.stem}-{record.title.replace(' --', '-').replace(' ', '-')}-{seed}"
             shutil.copytree(folder, kept, dirs_exist_ok=True)
     return record
 
@@ -138,6 +138,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     commands.add_parser("report", help="write docs/chaos.md")
     options = parser.parse_args(arguments)
     if options.command == "run":
+        if options.engine == "demo" and options.load_s is not None:
+            one.error("--load-s is for simulated workers: the demo model loads as fast as it can")
         try:
             for kind in options.kinds:
                 check(setup_of(kind, 0, **sizes_of(options)))

@@ -72,6 +72,7 @@ def test_streams_over_http_have_two_gateways() -> None:
         (["--tokens", "99"], "--tokens must be from 100 to 10,000, got 99"),
         (["--load-s", "-1"], "--load-s must be from 0 to 600, got -1"),
         (["--load-s", "nan"], "--load-s must be from 0 to 600, got nan"),
+        (["--engine", "demo", "--load-s", "1"], "--load-s is for simulated workers"),
         (["--http", "101"], "--http must be from 0 to 100, got 101"),
     ],
 )
