@@ -6,6 +6,7 @@ Versions and measurements: docs/decisions/0004-nats-connection.md. handshake.py 
 - A callback that raises ends its subscription's task: here callbacks are plain functions, called by the read loop.
 - nats-py's inboxes can be guessed from earlier ones: here they are random, so that only the recipient can answer.
 - nats-py's `publish` is a coroutine: here it is a plain call, and one turn of the event loop is one write.
+- nats-py wakes a task for each arrival and another for each write: here both are plain calls (message_reader.py).
 - nats-py has no way to cut a connection at once: here `abort` does, and `may_write` is called before every write.
 - nats-py writes what was queued as soon as a new connection is made: here it is held back until `release`, because a
   worker must first ask whether its epoch is still in force.
@@ -34,6 +35,7 @@ from nats.aio.transport import TcpTransport
 
 from tokenbus.protocol import tasks
 from tokenbus.protocol.bus import bus, handshake
+from tokenbus.protocol.bus.message_reader import MessageReader
 from tokenbus.protocol.bus.settings import BusSettings
 
 if sys.platform == "linux":
@@ -102,6 +104,9 @@ class HardenedClient(handshake.HandshakeClient):
         """By subscription id. Called by the read loop, so that messages keep their order across all subscriptions."""
         self.on_reconnect_failed: Callable[[Exception], None] = lambda error: None
         """Called when the client has stopped trying to reconnect."""
+        self._reader: MessageReader | None = None
+        self._writes_soon = False
+        """Whether `_write_soon` is to be called in this turn of the event loop."""
         self._moving: asyncio.Task[None] | None = None
         self._held: list[bytes] | None = None
         """Commands that wait for `release` after a reconnect; None while everything is written at once."""
@@ -141,7 +146,7 @@ class HardenedClient(handshake.HandshakeClient):
         self.enqueue(_PING)
 
     def enqueue(self, command: bytes) -> None:
-        """Queues a command and wakes the flusher, which writes everything queued in this turn of the event loop."""
+        """Queues a command, which is written with everything else queued in this turn of the event loop."""
         if self._held is not None:
             self._held.append(command)
             self._held_size += len(command)
@@ -152,7 +157,7 @@ class HardenedClient(handshake.HandshakeClient):
         """Queues a command that is written even before `release`."""
         self._pending.append(command)
         self._pending_data_size += len(command)
-        self._wake_flusher()
+        self._write_later()
 
     def release(self) -> None:
         """Lets everything be written that has been held back since the reconnect. Safe to call again."""
@@ -160,7 +165,29 @@ class HardenedClient(handshake.HandshakeClient):
             self._pending += self._held
             self._pending_data_size += self._held_size
             self._held, self._held_size = None, 0
+            self._write_later()
+
+    def _write_later(self) -> None:
+        if self.is_connected and not self._writes_soon:
+            self._writes_soon = True
+            asyncio.get_running_loop().call_soon(self._write_soon)
+
+    def _write_soon(self) -> None:
+        """Writes what is queued if nothing must be waited for; otherwise the flusher does."""
+        self._writes_soon = False
+        if not self._pending or not self.is_connected:
+            return
+        writer = self._transport._io_writer if isinstance(self._transport, TcpTransport) else None
+        if writer is None or writer.transport.get_write_buffer_size() or self._is_behind_perhaps:
             self._wake_flusher()
+        elif self.may_write():
+            self._write()
+        else:
+            self.abort()
+
+    @property
+    def _is_behind_perhaps(self) -> bool:
+        return self._may_be_behind or time.monotonic() - self.last_received_at >= _STANDSTILL_S
 
     def _wake_flusher(self) -> None:
         queue = self._flush_queue
@@ -179,6 +206,7 @@ class HardenedClient(handshake.HandshakeClient):
         """Cuts the connection, so that nothing more reaches the broker over it, and starts to reconnect."""
         self._pending, self._pending_data_size = [], 0
         self._held, self._held_size = None, 0
+        self._stop_reading()
         if not self.is_connected:
             return
         if isinstance(self._transport, TcpTransport) and self._transport._io_writer is not None:
@@ -192,7 +220,12 @@ class HardenedClient(handshake.HandshakeClient):
             self._reconnection_task.cancel()
         self._reconnection_task = tasks.background("reconnect", self._attempt_reconnect())
 
+    def _stop_reading(self) -> None:
+        if self._reader is not None:
+            self._reader.stop()
+
     async def _attempt_reconnect(self) -> None:
+        self._stop_reading()
         # The lost server comes last: it may be frozen and accept connections without answering.
         others = [server for server in self._server_pool if server is not self._current_server]
         self._server_pool[:] = [*random.sample(others, len(others)), cast(Srv, self._current_server)]
@@ -223,12 +256,15 @@ class HardenedClient(handshake.HandshakeClient):
     async def close(self) -> None:
         if self._moving is not None:
             self._moving.cancel()
+        self._stop_reading()
         await super().close()
 
     async def _process_connect_init(self) -> None:
         began_at, holds_back = bus.lease_time(), self.holds_back and self.is_reconnecting
         await super()._process_connect_init()
         self.confirmed_at = began_at  # the handshake ends with a PING and its answer
+        if isinstance(self._transport, TcpTransport) and self._transport._io_reader is not None:
+            self._reader = MessageReader(self._transport._io_reader, self._take)
         # A PING queued on the last connection would be answered on this one, and its answer taken for a later PING's.
         waiting = [command for command in (*(self._held or ()), *self._pending) if command is not _PING]
         self._held, self._pending = (waiting, []) if holds_back else (None, waiting)
@@ -251,16 +287,32 @@ class HardenedClient(handshake.HandshakeClient):
             return
         await super()._process_pong()
 
+    def _take(self, sid: int, subject: bytes, reply: bytes, headers: bytes, data: bytes) -> bool:
+        callback = self.callbacks.get(sid)
+        if callback is None:
+            return False
+        self._received()
+        try:
+            message = self._build_message(sid, subject, reply, data, self._parsed(headers) if headers else None)
+        except (ValueError, LookupError):
+            return False
+        callback(message)
+        return True
+
+    def _parsed(self, headers: bytes) -> dict[str, str] | None:
+        """Returns the headers as nats-py understands them. Its function is a coroutine, but waits for nothing."""
+        parsing = self._process_headers(headers)
+        try:
+            parsing.send(None)
+        except StopIteration as done:
+            return cast("dict[str, str] | None", done.value)
+        raise RuntimeError("nats-py waits for something while it reads headers")
+
     async def _process_msg(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes) -> None:
         """Drops a message whose subject or headers can't be decoded: it would end nats-py's read loop."""
         self._received()
         try:
-            callback = self.callbacks.get(sid)
-            if callback is None:
-                await super()._process_msg(sid, subject, reply, data, headers)
-            else:
-                parsed = await self._process_headers(headers)
-                callback(self._build_message(sid, subject, reply, data, parsed))
+            await super()._process_msg(sid, subject, reply, data, headers)
         except (ValueError, LookupError) as error:
             await self._error_cb(error)
 
@@ -296,7 +348,7 @@ class HardenedClient(handshake.HandshakeClient):
         while self.is_connected:
             done: asyncio.Future[Any] = await queue.get()
             try:
-                if self._may_be_behind or time.monotonic() - self.last_received_at >= _STANDSTILL_S:
+                if self._is_behind_perhaps:
                     await self._catch_up()
                 if self._pending_data_size > 0 and not self.may_write():
                     self.abort()
@@ -310,11 +362,12 @@ class HardenedClient(handshake.HandshakeClient):
                     done.set_result(None)
 
     async def _write_pending(self) -> None:
-        transport, pending = self._transport, self._pending
-        if transport is None or not pending:
-            return
-        # Taken before the await: anything published meanwhile belongs to the next write.
-        self._pending, self._pending_data_size = [], 0
+        if self._transport is not None and self._pending:
+            self._write()
+            await self._transport.drain()  # type: ignore[no-untyped-call]
+
+    def _write(self) -> None:
+        assert self._transport is not None
+        pending, self._pending, self._pending_data_size = self._pending, [], 0
         self.num_writes += 1
-        transport.writelines(pending)
-        await transport.drain()  # type: ignore[no-untyped-call]
+        self._transport.writelines(pending)
