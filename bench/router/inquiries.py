@@ -29,7 +29,7 @@ from tokenbus.protocol.wire import subjects
 _REQUESTS_PER_S = 40
 _CALLER = "caller"
 _NAMES = subjects.Subjects()
-_KINDS = ("models", "fleet", "trace")
+KINDS = ("models", "fleet", "trace")
 _METERED, _NOBODY = "tokenbus.v1", "nobody"
 """How the subjects begin that a router hears, and those that it does not."""
 
@@ -80,7 +80,7 @@ async def ask_all_the_time(url: str, beginning: str, per_s: int) -> None:
     start, sent = time.perf_counter(), 0
     while not ended.done():
         while sent < (time.perf_counter() - start) * per_s:
-            for kind in _KINDS:
+            for kind in KINDS:
                 await connection.publish(f"{beginning}.{kind}.{_CALLER}", b"", reply=f"{inbox}.{sent}")
             sent += 1
         await asyncio.sleep(1e-3)
