@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -32,20 +32,25 @@ _INDEX = re.compile(r"\d+")
 
 
 def infer_format(
-    render: Render, source: str, special_tokens: Mapping[str, int], known: ChatFormat | None
+    render: Render,
+    source: str,
+    special_tokens: Mapping[str, int],
+    known: ChatFormat | None,
+    on_error: Callable[[Exception], None] = lambda error: None,
 ) -> ChatFormat | None:
     """Returns how a model with this template writes its answers, or None if they seem to be just text.
 
     `known`, the predefined format for such templates, is tried first. `render` should limit the total time that a
-    template may take, and raise when it is used up."""
+    template may take, and raise when it is used up. `on_error` is called with an exception that has kept a format from
+    being found."""
     probe = TemplateProbe(render, special_tokens)
     try:
         for frame, form in _candidates(probe, source, known):
             found = with_tokens(_closed(probe, frame, form), special_tokens)
             if reads_back(probe, found, frame.opening, frame.ending):
                 return found
-    except Exception:  # a template can produce any text: none may prevent a model from loading
-        pass
+    except Exception as error:  # a template can produce any text: none may prevent a model from loading
+        on_error(error)
     return None
 
 

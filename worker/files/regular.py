@@ -56,7 +56,8 @@ def read_regular(path: str | Path, max_bytes: int) -> bytes:
 
 
 def on_daemon_thread(function: Callable[[], ResultT]) -> "asyncio.Future[ResultT]":
-    """Calls a function on a thread of its own, which does not keep this process from ending."""
+    """Calls a function on a thread of its own, which does not keep this process from ending. The result is a ModelError
+    if no thread can be started."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[ResultT] = loop.create_future()
 
@@ -77,7 +78,10 @@ def on_daemon_thread(function: Callable[[], ResultT]) -> "asyncio.Future[ResultT
         with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
             loop.call_soon_threadsafe(tell, result, problem)
 
-    threading.Thread(target=call, name="files", daemon=True).start()
+    try:
+        threading.Thread(target=call, name="files", daemon=True).start()
+    except RuntimeError as error:
+        done.set_exception(ModelError(f"no thread can be started to read the files: {error}"))
     return done
 
 
@@ -105,6 +109,8 @@ async def on_thread(
             discard(done.result())
 
     opening = on_daemon_thread(call)
+    if opening.done():  # no thread has been started
+        _waiting.release()
     try:
         async with asyncio.timeout(timeout_s):
             return await asyncio.shield(opening)

@@ -8,6 +8,7 @@ from tokenbus.protocol.prompt.rendering import PromptPieces
 from tokenbus.protocol.prompt.special_tokens import SpecialTokens
 from tokenbus.protocol.prompt.template import ChatTemplate
 from tokenbus.protocol.wire.messages import ChatMessage
+from tokenbus.worker.chat_format import infer as infer_module
 from tokenbus.worker.chat_format.infer import infer_format
 from tokenbus.worker.chat_format.probe import Render
 from tokenbus.worker.contract.chat_format import Calls, ChatFormat, Kind, Reasoning, Values
@@ -244,6 +245,16 @@ def test_a_hostile_template_has_no_format_and_does_no_harm(source: str) -> None:
 @pytest.mark.parametrize("answer", [[], [7, -1], ["\ud800"], [""], ["probe question" * 9]])
 def test_nothing_that_a_renderer_gives_is_an_error(answer: PromptPieces) -> None:
     assert infer_format(lambda *_: answer, "", {}, None) is None
+
+
+def test_an_exception_leaves_no_format_and_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: object) -> None:
+        raise IndexError("a text of no known form")
+
+    monkeypatch.setattr(infer_module, "find_frame", fail)
+    told: list[Exception] = []
+    assert infer_format(lambda *_: [], "", {}, None, told.append) is None
+    assert [repr(error) for error in told] == ["IndexError('a text of no known form')"]
 
 
 @pytest.mark.parametrize("error", [TimeoutError, RecursionError, MemoryError, ValueError])

@@ -3,6 +3,7 @@ for it."""
 
 import json
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,11 +15,12 @@ from tokenbus.protocol.wire import errors, internal
 from tokenbus.worker.contract.engine_errors import ModelError
 from tokenbus.worker.contract.engine_settings import EngineSettings
 from tokenbus.worker.engine.onnx import graph
-from tokenbus.worker.files import model_files
+from tokenbus.worker.files import model_files, regular
 from tokenbus.worker.files.model_config import ModelSizes, read_sizes
 from tokenbus.worker.files.model_files import ModelFiles
 from tokenbus.worker.models import registry
 from tokenbus.worker.on_demand import model_sizes
+from tokenbus.worker.on_demand.measuring import Measuring
 from tokenbus.worker.settings.load_requests import engine_settings
 
 
@@ -162,3 +164,22 @@ def test_a_configuration_of_the_length_of_a_model_is_refused(tmp_path: Path) -> 
         file.truncate(1 << 40)
     with pytest.raises(ModelError, match="has more than 16 MiB"):
         read_sizes(path, ModelSizes)
+
+
+async def test_where_no_thread_starts_no_place_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measuring, path = Measuring(), tmp_path / "m.gguf"
+
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        for _ in range(2 * regular.MAX_WAITING):
+            with pytest.raises(ModelError, match="no thread can be started"):
+                await regular.on_thread(path, lambda: 1, lambda _: None)
+        for _ in range(40):
+            with pytest.raises(ModelError, match="no thread can be started"):
+                await measuring.facts(EngineSettings(model=str(path)))
+    assert await regular.on_thread(path, lambda: 1, lambda _: None) == 1
+    with pytest.raises(ModelError, match=path.name):
+        await measuring.facts(EngineSettings(model=str(path)))

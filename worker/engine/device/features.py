@@ -36,6 +36,7 @@ _FEATURES = (
     "cache_control",
 )
 _CONSTRAINED = ("structured_output", "grammar")
+_MAX_ERROR_CHARS = 300
 _CPU_S = 2.0
 """CPU time that all renderings together may take, including the start of their process; a starting worker is delayed by
 no more. Templates of real models need a quarter of a second. Wall-clock time would make a model's features depend on
@@ -101,8 +102,12 @@ def infer_chat_format(rules: tokenizer_bundle.PromptRules) -> ChatFormat | None:
         return None
     started = time.monotonic()
     renderer = Renderer(prompt.renderer_setup(rules, source, all_cpu_s=_CPU_S))
+
+    def tell(error: Exception) -> None:
+        structlog.get_logger().warning("chat_format_failed", error=repr(error)[:_MAX_ERROR_CHARS])
+
     try:
-        found = infer_format(_bounded(renderer), source, rules.special_tokens, known_format(source))
+        found = infer_format(_bounded(renderer), source, rules.special_tokens, known_format(source), tell)
         if found is not None:
             found = msgspec.structs.replace(found, takes_effort="reasoning_effort" in source)
     finally:

@@ -32,7 +32,7 @@ _LOCK = "lock"
 _LOCK_TIMEOUT_S = 10.0
 _LOCK_INTERVAL_S = 0.01
 _SUFFIX = ".claim"
-_MAX_BYTES = 65_536
+_MAX_BYTES = 1 << 20
 
 
 def open_memory() -> int:
@@ -215,10 +215,14 @@ def _is_in(group: str, groups: Iterable[str]) -> bool:
 
 
 def _read(path: Path) -> _Record | None:
-    """Returns a living process's record; removes that of one that has ended."""
+    """Returns a living process's record; removes that of one that has ended. What can't be read is logged: such a
+    process's memory seems free."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except OSError:
+    except FileNotFoundError:  # another process has removed it
+        return None
+    except OSError as error:
+        _warn(path, error)
         return None
     try:
         try:
@@ -226,11 +230,15 @@ def _read(path: Path) -> _Record | None:
         except BlockingIOError:
             return msgspec.json.decode(os.pread(fd, _MAX_BYTES, 0), type=_Record)
         path.unlink(missing_ok=True)
-    except (OSError, msgspec.MsgspecError):
-        return None
+    except (OSError, msgspec.MsgspecError) as error:
+        _warn(path, error)
     finally:
         os.close(fd)
     return None
+
+
+def _warn(path: Path, error: Exception) -> None:
+    structlog.get_logger().warning("memory_not_shared", error=f"{path} can't be read: {error}")
 
 
 def resident_bytes(pid: int) -> int:

@@ -1,5 +1,6 @@
 """Processes see what others have planned, one at a time, and nothing of those that have ended."""
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -162,6 +163,16 @@ def test_a_plan_that_never_ends_is_not_waited_for(tmp_path: Path, monkeypatch: p
 def test_a_file_that_says_nothing_is_passed_over(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "1.claim").write_bytes(content)
     assert MemoryClaims(tmp_path).room(GPU, "", 1.0).free_bytes == 20 * GIB
+
+
+def test_a_living_processs_plan_that_can_not_be_read_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "1.claim"
+    path.write_bytes(b'{"pid": "x"}')
+    with path.open() as file, capture_logs() as logs:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert MemoryClaims(tmp_path).room(GPU, "", 1.0).free_bytes == 20 * GIB
+    assert path.exists()
+    assert [(line["event"], str(path) in line["error"]) for line in logs] == [("memory_not_shared", True)]
 
 
 def test_without_a_directory_a_process_knows_only_of_itself() -> None:
