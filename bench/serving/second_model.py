@@ -3,9 +3,9 @@
 Run: .venv/bin/python -m bench.serving.second_model [--model FILE.gguf] [--runs 3] [--tokens 512]
 
 Each run starts a system whose worker serves the demo model and has answered a request, loads the model beside it, and
-has that answer a request too. Of what the engine process's resident memory has grown by, the model's planned weights
-and KV memory are subtracted. The rest is what the library and this program take for each model: compute buffers, the
-vocabulary, threads, the loop's tables."""
+has that answer a request, too, which fills its KV memory: only what is used of that is resident. Of what the engine
+process's resident memory has grown by, the model's planned weights and KV memory are subtracted. The rest is what the
+library and this program take for each model: compute buffers, the vocabulary, threads, the loop's tables."""
 
 import argparse
 import asyncio
@@ -20,10 +20,13 @@ from tokenbus import demo
 from tokenbus.client.wire.wire_client import WireClient
 
 _NAME = "second"
+_ANSWER_TOKENS = 16
 
 
-async def _answer(client: WireClient, model: str) -> None:
-    async for _ in client.generate(model, prompt="Hello there", max_tokens=20):
+async def _fill(client: WireClient, model: str, tokens: int) -> None:
+    """Has a model answer a request that needs KV memory for so many tokens."""
+    prompt = benchmark_model.prompt(0, tokens - _ANSWER_TOKENS)
+    async for _ in client.generate(model, token_ids=prompt, max_tokens=_ANSWER_TOKENS, ignore_eos=True):
         pass
 
 
@@ -34,17 +37,18 @@ def _planned_mib(log: Path) -> float:
 
 
 async def _extra_mib(model: Path, tokens: int) -> float:
-    async with system.started(demo.MODEL_PATH, ("--worker-id", "bench")) as running:
-        await _answer(running.client, "m")
+    async with system.started(demo.MODEL_PATH, ("--worker-id", "bench", "--max-num-seqs", "6")) as running:
+        await _fill(running.client, "m", tokens)
         pid = await system.engine_pid(running.client)
         before = system.resident_mib(pid)
         settings = [f"--set={name}={tokens}" for name in ("context-length", "kv-tokens")]
+        settings.append("--set=pooling=none")
         command = ["load", "bench", str(model), "--served-name", _NAME, "--nats", running.nats_url, *settings]
         loading = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "tokenbus.cli.start", *command, stdout=subprocess.DEVNULL
         )
         assert not await loading.wait(), command
-        await _answer(running.client, _NAME)
+        await _fill(running.client, _NAME, tokens)
         grown = system.resident_mib(pid) - before
         planned = _planned_mib(running.folder / "worker0.log")
     print(f"  grown by {grown:.0f} MiB, of which weights and KV memory {planned:.0f}", flush=True)

@@ -108,6 +108,7 @@ def _small(settings: EngineSettings) -> EngineSettings:
         settings,
         context_length=length,
         max_num_seqs=1,
+        threads=1,  # several wait for each other by computing, which others' streams would wait for too
         kv_tokens=max(tokens, settings.kv_block_size),
         max_embed_tokens=min(settings.max_embed_tokens, tokens),
         kv_limit_bytes=0,

@@ -43,6 +43,11 @@ async def test_settings_that_are_right_for_the_model_are_for_its_trial(changes: 
     await try_out(msgspec.structs.replace(EngineSettings(model=DEMO.model, threads=1), **changes), {})
 
 
+@pytest.mark.parametrize("threads", [0, 8])
+def test_a_trial_computes_with_one_thread_whatever_the_model_will(threads: int) -> None:
+    assert trial._small(EngineSettings(model=DEMO.model, threads=threads)).threads == 1
+
+
 async def test_a_model_whose_own_context_is_short_passes(tmp_path: Path) -> None:
     folder = tmp_path / "short"
     shutil.copytree(demo.ONNX_PATH, folder)
