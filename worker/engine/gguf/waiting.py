@@ -9,6 +9,7 @@ GNU's OpenMP spins briefly, or not at all, while it has more threads than the ma
 that do nothing makes the others sleep for as long as it lives. How long each way is, is said by `VARIABLES`, which
 OpenMP reads once, when it is loaded."""
 
+import contextlib
 import ctypes
 import functools
 import os
@@ -125,13 +126,13 @@ class Waiting:
 def run_delays() -> float:
     """Returns for how many seconds this process's threads were ready to run and had no core. Raises OSError and
     ValueError if the system doesn't say."""
-    waited_ns = 0
+    waited_ns = []
     for task in os.listdir(_TASKS):
-        try:
-            waited_ns += int((_TASKS / task / "schedstat").read_text().split()[1])
-        except (FileNotFoundError, ProcessLookupError):  # the thread has ended
-            continue
-    return waited_ns / 1e9
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended
+            waited_ns.append(int((_TASKS / task / "schedstat").read_text().split()[1]))
+    if not waited_ns:
+        raise FileNotFoundError(f"there is no schedstat in {_TASKS}")
+    return sum(waited_ns) / 1e9
 
 
 def find_openmp() -> ctypes.CDLL | None:

@@ -1,6 +1,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -72,6 +73,17 @@ def test_on_a_busy_machine_nearly_all_computing_is_asleep(seen: list[tuple[float
         policy.observe(computed_s, part * computed_s)
     tries = 1 + 8
     assert all_s - asleep <= 0.5 * (tries + all_s / SpinPolicy.LAST_TRY_S)
+
+
+def test_a_system_that_does_not_say_how_long_threads_wait_is_told_from_an_idle_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "1").mkdir()
+    monkeypatch.setattr(waiting, "_TASKS", tmp_path)
+    with pytest.raises(OSError, match="there is no schedstat"):
+        waiting.run_delays()
+    (tmp_path / "1" / "schedstat").write_text("5000 2500000000 7\n")
+    assert waiting.run_delays() == 2.5
 
 
 def run(variables: dict[str, str], code: str) -> str:
