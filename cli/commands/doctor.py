@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from tokenbus.cli.console import arguments, bucket_check, connection_flags, hub_flags, needs, session
+from tokenbus.cli.console import arguments, bucket_check, connection_flags, hub_flags, model_names, needs, session
 from tokenbus.cli.console.flags import Parser
 from tokenbus.cli.console.plain_text import printable
 from tokenbus.client.wire.wire_client import WireClient
@@ -32,7 +32,7 @@ from tokenbus.worker.contract.engine_settings import EngineSettings
 from tokenbus.worker.engine.memory import fit
 from tokenbus.worker.engine.memory.fit import MemoryNeed, Room, Rooms, mib
 from tokenbus.worker.files import device_memory, model_files, transfer
-from tokenbus.worker.models import registry
+from tokenbus.worker.models import folders, registry
 from tokenbus.worker.on_demand import model_sizes
 
 _CONNECT_TIMEOUT_S = 3.0
@@ -81,7 +81,7 @@ def _inspect(options: argparse.Namespace) -> int:
     from tokenbus.cli.console import inspection  # needs what a worker needs, and `doctor` may run without it
 
     logs.log_errors_only()
-    return inspection.show(options.model)
+    return inspection.show(model_names.located(options.model))
 
 
 async def _run(options: argparse.Namespace) -> int:
@@ -111,10 +111,11 @@ def _print(finding: Finding) -> None:
 async def _all_findings(options: argparse.Namespace) -> AsyncIterator[Finding]:
     for finding in (*_machine(), *_servers(), *_ports(options.ports), *_hub_cache(options)):
         yield finding
-    if options.model:
-        for finding in check_memory(options.model, options.memory_budget_mib << 20, _host_room()):
+    models = [model_names.located(model) for model in options.model]
+    if models:
+        for finding in check_memory(models, options.memory_budget_mib << 20, _host_room()):
             yield finding
-    for model in options.model:
+    for model in models:
         finding = check_model(model)
         yield finding
         if finding.mark == "ok":
@@ -192,7 +193,7 @@ def _hub_cache(options: argparse.Namespace) -> Iterator[Finding]:
     if problem := hub_flags.apply(options):
         yield Finding("bad", problem)
         return
-    folder = registry.hub_folder()
+    folder = folders.hub_folder()
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     free = shutil.disk_usage(existing).free
     if not os.access(existing, os.W_OK):

@@ -1,4 +1,4 @@
-"""`tokenbus models`: the models that are served and what each worker has, or the models in the Hub's cache."""
+"""`tokenbus models`: the models that are served and what each worker has, or the models of this machine."""
 
 import argparse
 from collections.abc import Iterator
@@ -8,34 +8,53 @@ from msgspec import UNSET
 
 from tokenbus.cli.console import arguments, connection_flags, hub_flags, text_table
 from tokenbus.cli.console.amounts import counts_text, duration_text, size_text
-from tokenbus.cli.console.flags import Parser
+from tokenbus.cli.console.flags import Parser, UsageError
 from tokenbus.cli.console.plain_text import printable
-from tokenbus.cli.console.session import with_client
+from tokenbus.cli.console.session import print_error, with_client
 from tokenbus.client.wire.wire_client import WireClient
 from tokenbus.protocol import extras
 from tokenbus.protocol.wire import codec, messages
 
+_FETCH = "fetch"
+
 
 def add_flags(parser: Parser) -> None:
+    text = f"{_FETCH} fetches small models by their names; without a name it lists those that there are"
+    parser.add_argument("words", nargs="*", metavar=f"{_FETCH} [NAME]", help=text)
     flag = parser.group("served models")
     flag("--json", arguments.SWITCH, "print the router's answer as JSON")
     flag("--model", arguments.NAME, "list this model only")
     flag("--summary", arguments.SWITCH, "list the models with counts of their workers, not the workers")
     flag = parser.group("models of this machine")
-    flag("--local", arguments.SWITCH, "list the models in its Hub cache instead")
-    flag("--remove", arguments.NAME, "remove org/repo, org/repo:QUANTIZATION or a conversion from it")
+    flag("--local", arguments.SWITCH, "list the models in its Hub cache, and fetched ones, instead")
+    flag("--remove", arguments.NAME, "remove org/repo, org/repo:QUANTIZATION, a conversion or a fetched model")
     flag.add(hub_flags.HUB_CACHE)
     connection_flags.add_flags(parser)
-    parser.set_defaults(run=_run)
+    parser.set_defaults(run=lambda options: _run(parser.prog, options))
 
 
-def _run(options: argparse.Namespace) -> int:
+def _run(prog: str, options: argparse.Namespace) -> int:
+    if options.words:
+        return _fetch(prog, options)
     if options.local or options.remove:
         extras.require("worker-core", f"models {'--remove' if options.remove else '--local'}")
         from tokenbus.cli.commands import pull
 
         return pull.run_local(options)
     return with_client(options, partial(_list, options))
+
+
+def _fetch(prog: str, options: argparse.Namespace) -> int:
+    """Raises UsageError."""
+    do, *names = options.words
+    if do != _FETCH:
+        raise UsageError(prog, f"has no action {do}, only {_FETCH}; --model NAME lists one served model")
+    extras.require("worker-core", f"models {_FETCH}")
+    from tokenbus.cli.commands import fetch
+
+    if problem := hub_flags.apply(options):
+        return print_error(problem)
+    return fetch.run(names)
 
 
 def health_text(health: messages.WorkerHealth) -> str:

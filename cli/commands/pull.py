@@ -7,15 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tokenbus.cli.console import arguments, hub_flags
+from tokenbus.cli.console.download_screen import DownloadScreen, start_of_line
 from tokenbus.cli.console.flags import Parser
 from tokenbus.protocol.telemetry import logs
 from tokenbus.worker.contract.engine_errors import ModelError
 from tokenbus.worker.files import model_files, transfer
-from tokenbus.worker.models import registry
+from tokenbus.worker.models import catalog, folders, packaged, registry
 
-_ON_TERMINAL_S = 0.2
-_IN_LOG_S = 5.0
-_START_OF_LINE = "\r\x1b[K"
 _ENGINES = ("gguf", "onnx")
 
 
@@ -41,7 +39,7 @@ def run(options: argparse.Namespace) -> int:
 def _pull(model: str, engine: str) -> None:
     from tokenbus.worker.models import fetch  # the Hub's library takes a while to import
 
-    screen = _Screen(model)
+    screen = DownloadScreen(model)
     files = fetch.fetch(model, registry.layouts(engine), screen)
     screen.close()
     print(files.weights)
@@ -56,12 +54,15 @@ def run_local(options: argparse.Namespace) -> int:
 
 def _list() -> int:
     from tokenbus.worker.convert import converted
-    from tokenbus.worker.models import hub, registry
+    from tokenbus.worker.models import hub
 
     models = hub.list_models(_all_layouts())
     conversions = [hub.LocalModel(path.name, "", (path,)) for path in converted.list_files()]
+    fetched = [
+        hub.LocalModel(one.name, "", (one.folder / one.weights,)) for one in catalog.MODELS.values() if one.is_here
+    ]
     rows = [("name", "quantization", "size", "last used", "")]
-    for model in (*models, *conversions):
+    for model in (*models, *conversions, *fetched):
         used = time.strftime("%Y-%m-%d %H:%M", time.localtime(model.last_used))
         state = ("in use" if model.is_used else "") if model.is_complete else "incomplete: pull it again"
         rows.append((model.name, model.variant or "-", transfer.size(model.size), used, state))
@@ -69,7 +70,7 @@ def _list() -> int:
     for row in rows if rows[1:] else ():
         print("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
     if not rows[1:]:
-        print(f"no model is in {registry.hub_folder()}")
+        print(f"no model is in {folders.hub_folder()}")
     return 0
 
 
@@ -78,8 +79,12 @@ def _remove(model: str) -> int:
     from tokenbus.worker.models import hub
 
     def remove() -> None:
-        is_conversion = model in [path.name for path in converted.list_files()]
-        freed = converted.remove(model) if is_conversion else hub.remove(model, _all_layouts())
+        if model in catalog.MODELS:
+            freed = packaged.remove(catalog.MODELS[model])
+        elif model in [path.name for path in converted.list_files()]:
+            freed = converted.remove(model)
+        else:
+            freed = hub.remove(model, _all_layouts())
         print(f"removed {model}: {transfer.size(freed)} are free again")
 
     return _reporting(remove)
@@ -98,39 +103,5 @@ def _reporting(work: Callable[[], None]) -> int:
 
 
 def _fail(problem: str) -> int:
-    start = _START_OF_LINE if sys.stderr.isatty() else ""
-    print(f"{start}tokenbus: {problem}", file=sys.stderr)
+    print(f"{start_of_line()}tokenbus: {problem}", file=sys.stderr)
     return 1
-
-
-class _Screen:
-    """Shows a download on standard error: on a terminal one line that changes, otherwise a line every few seconds."""
-
-    def __init__(self, model: str) -> None:
-        self._model = model
-        self._rate = transfer.DownloadRate()
-        self._on_terminal = sys.stderr.isatty()
-        self._shown_at = float("-inf")
-        self._last = (0, 0)
-
-    def __repr__(self) -> str:
-        return f"<_Screen of {self._model} {self._last}>"
-
-    def __call__(self, done_bytes: int, total_bytes: int) -> None:
-        now = time.monotonic()
-        bytes_per_s = self._rate.update(done_bytes, now)
-        self._last = done_bytes, total_bytes
-        if now - self._shown_at >= (_ON_TERMINAL_S if self._on_terminal else _IN_LOG_S):
-            self._shown_at = now
-            self._write(transfer.describe(done_bytes, total_bytes, bytes_per_s))
-
-    def _write(self, line: str) -> None:
-        start, end = (_START_OF_LINE, "") if self._on_terminal else ("", "\n")
-        print(f"{start}{self._model}: {line}", end=end, file=sys.stderr, flush=True)
-
-    def close(self) -> None:
-        """Shows that everything is there."""
-        if self._last[1]:
-            self._write(f"{transfer.size(self._last[1])}, complete")
-        if self._on_terminal:
-            print(file=sys.stderr)

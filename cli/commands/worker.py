@@ -5,7 +5,7 @@ import os
 import sys
 from pathlib import Path
 
-from tokenbus.cli.console import audit_flags, connection_flags, hub_flags, serve
+from tokenbus.cli.console import audit_flags, connection_flags, hub_flags, model_names, serve
 from tokenbus.cli.console.arguments import (
     COUNT,
     MIB,
@@ -24,13 +24,12 @@ from tokenbus.cli.console.arguments import (
 )
 from tokenbus.cli.console.flags import Flag, Parser, fields_of
 from tokenbus.cli.console.supervisor import EXIT_BAD_SETTINGS
-from tokenbus.demo import MODEL_PATH
 from tokenbus.protocol.process.cores import usable_cores
 from tokenbus.protocol.telemetry import logs
 from tokenbus.protocol.wire import codec, messages, subjects
 from tokenbus.worker.contract.engine_errors import ModelError
 from tokenbus.worker.contract.engine_settings import CHOICES, EngineSettings, OnnxSettings, SchedulerSettings
-from tokenbus.worker.files import gguf_metadata, model_files
+from tokenbus.worker.files import gguf_metadata
 from tokenbus.worker.models import registry
 from tokenbus.worker.settings import adapter_settings
 from tokenbus.worker.settings.settings import FrontendSettings, ModelToServe, WorkerSettings
@@ -87,7 +86,10 @@ def add_own_flags(parser: Parser, *, is_required: bool = True) -> None:
 
 def _add_model_flags(parser: Parser, *, is_required: bool) -> None:
     flag = parser.group("model", WorkerSettings, FrontendSettings, _ENGINE)
-    model = "a GGUF or ONNX file, a folder with one or with safetensors, org/repo[:quant] on the Hugging Face Hub, demo"
+    model = (
+        "a GGUF or ONNX file, a folder with one or with safetensors, org/repo[:quant] on the Hugging Face Hub, one of "
+        "`tokenbus models fetch`, demo"
+    )
     flag("--model -m --model-path", text("MODEL"), model, [], unset="demo", required=is_required)
     name = "name that clients request, one for each --model"
     flag("--served-name -a --served-model-name", NAME, name, [], unset="the file's name")
@@ -255,7 +257,7 @@ def _engines_of(options: argparse.Namespace, model: str, *, on_demand: bool) -> 
 
 
 def _engine_of(options: argparse.Namespace, model: str, *, on_demand: bool) -> EngineSettings:
-    own = fields_of(EngineSettings, options) | {"debug": _is_debug(), "model": _located(model)}
+    own = fields_of(EngineSettings, options) | {"debug": _is_debug(), "model": model_names.located(model)}
     del own["devices"]  # one group of them is for each replica
     if on_demand and options.host_cache_mib < 0 and not options.keep_cache:
         own["host_cache_mib"] = 0  # cached copies end with the model
@@ -265,21 +267,12 @@ def _engine_of(options: argparse.Namespace, model: str, *, on_demand: bool) -> E
     return EngineSettings(**own, scheduler=scheduler, onnx=OnnxSettings(**fields_of(OnnxSettings, options)))
 
 
-def _located(model: str) -> str:
-    """Returns a model's name on the Hub, or its path. `demo` is the model that comes with Tokenbus, unless a file of
-    that name exists."""
-    if model_files.is_hub_name(model):
-        return model
-    path = Path(model)
-    return str(MODEL_PATH if model == "demo" and not path.exists() else path)
-
-
 def _models_problem(options: argparse.Namespace) -> str:
     """Returns why one of the models, or of their adapters, can't be served on this machine. Raises OSError for a file
     that can't be read."""
     try:
         for model in options.model:
-            registry.check(_located(model), options.engine)
+            registry.check(model_names.located(model), options.engine)
         for adapter in options.lora:
             _check_adapter(f"--lora {adapter.name}", Path(adapter.path))
     except ModelError as error:

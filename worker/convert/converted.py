@@ -23,7 +23,7 @@ from tokenbus.worker.files import model_files, transfer
 from tokenbus.worker.files.layouts import SAFETENSORS_SUFFIX, SafetensorsLayout
 from tokenbus.worker.files.model_files import ModelFiles, source_name
 from tokenbus.worker.files.regular import open_regular
-from tokenbus.worker.models import registry
+from tokenbus.worker.models import folders
 
 if sys.platform != "win32":
     import fcntl
@@ -49,7 +49,7 @@ def is_convertible(files: ModelFiles) -> bool:
 def folder() -> Path:
     """Returns the folder of all conversions: in the folder named by the user for the Hub's models, or beside the Hub's
     cache."""
-    return Path(os.environ.get(registry.HUB_CACHE_VARIABLE) or constants.HF_HOME) / "tokenbus" / "converted"
+    return Path(os.environ.get(folders.HUB_CACHE_VARIABLE) or constants.HF_HOME) / "tokenbus" / "converted"
 
 
 def list_files() -> list[Path]:

@@ -19,6 +19,7 @@ from tokenbus.worker.files.layouts import (
     stem_of,
 )
 from tokenbus.worker.files.model_files import Layout, ModelFiles, is_hub_name
+from tokenbus.worker.models import catalog
 
 _EXTRAS = {"gguf": "worker", "onnx": "worker-onnx"}
 """The extra that has an engine's packages."""
@@ -66,6 +67,7 @@ def find_as(
     `progress` is called with the share downloaded, from 0 to 1. Raises ModelError, saying what to do, if there is no
     such model or it can't be fetched."""
     if not is_hub_name(model):
+        catalog.check(model)
         path = Path(model)
         try:
             layout = next((layout for layout in layouts if layout.recognises(path)), layouts[0])
@@ -102,30 +104,3 @@ def served_name(model: str) -> str:
     path = Path(model)
     name = os.path.basename(os.path.realpath(model_folder(path))) if path.suffix == ".onnx" else stem_of(path.name)
     return name.lower()
-
-
-HUB_CACHE_VARIABLE = "TOKENBUS_HUB_CACHE"
-_HUB_VARIABLE = "HF_HUB_CACHE"
-
-
-def use_hub_cache(named: str) -> None:
-    """Keeps models in a folder from now on, which is created with the first model. If empty, HF_HUB_CACHE, HF_HOME and
-    XDG_CACHE_HOME apply.
-
-    Raises ValueError if nothing can be kept there."""
-    if not named:
-        return
-    path = Path(named).expanduser().absolute()
-    existing = next(one for one in (path, *path.parents) if one.exists())
-    if not existing.is_dir():
-        raise ValueError(f"--hub-cache {named}: {existing} is not a directory")
-    if not os.access(existing, os.R_OK | os.W_OK | os.X_OK):
-        raise ValueError(f"--hub-cache {named}: this user may not write to {existing}: name another folder")
-    os.environ[HUB_CACHE_VARIABLE] = os.environ[_HUB_VARIABLE] = str(path)
-
-
-def hub_folder() -> Path:
-    """Returns the folder of the Hub's cache."""
-    from huggingface_hub import constants  # slow to import
-
-    return Path(constants.HF_HUB_CACHE)

@@ -10,7 +10,7 @@ from tokenbus.worker.contract.engine_errors import ModelError
 from tokenbus.worker.contract.engine_settings import EngineSettings, check_choices
 from tokenbus.worker.files.model_files import Layout, has_hub_form, is_hub_name
 from tokenbus.worker.files.regular import on_thread
-from tokenbus.worker.models import registry
+from tokenbus.worker.models import catalog, registry
 
 _MAX_MODEL_CHARS = 4_096
 _MAX_PULLS = 2
@@ -89,7 +89,7 @@ def engine_settings(own: EngineSettings, control: internal.Control) -> EngineSet
                 param=f"settings.{name}",
             )
     fields = msgspec.structs.asdict(own) | control.settings
-    fields |= {"model": control.model, "files": {}, "follow_links": False}
+    fields |= {"model": catalog.located(control.model or ""), "files": {}, "follow_links": False}
     try:
         settings = msgspec.convert(fields, EngineSettings)
         check_choices(settings)
