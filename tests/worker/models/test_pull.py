@@ -49,7 +49,13 @@ class Machine:
     def __init__(self, hub: HubServer, home: Path) -> None:
         self.home = home
         self.blobs = home / "hub/models--org--tiny-GGUF/blobs"
-        own = {"HF_ENDPOINT": hub.url, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
+        own = {
+            "TOKENBUS_CACHE": str(home / "cache"),
+            "HF_ENDPOINT": hub.url,
+            "HF_HOME": str(home),
+            "HF_HUB_DISABLE_XET": "1",
+            "HF_HUB_DISABLE_TELEMETRY": "1",
+        }
         self._environment = {key: value for key, value in os.environ.items() if key != "HF_TOKEN"} | own
 
     def start(self, *arguments: str, **variables: str) -> "subprocess.Popen[str]":
