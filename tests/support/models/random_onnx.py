@@ -50,7 +50,7 @@ def write(folder: Path, shape: Shape, flavour: onnx_graph.Flavour = "gqa", *, bi
         made.replace(folder)
 
 
-class _Beside:
+class Beside:
     """Writes weights into the external data file of a graph, a slab at a time."""
 
     def __init__(self, file: BinaryIO) -> None:
@@ -88,7 +88,7 @@ def _write_graph(
         drawn = {"output.weight": drawn["token_embd.weight"]} | drawn
         sizes = sizes._replace(tied=False)
     with (folder / _WEIGHTS).open("wb") as file:
-        beside = _Beside(file)
+        beside = Beside(file)
         quantized = nbits.Quantized(beside, bits)
         model = onnx_graph.build(sizes, drawn.__getitem__, flavour, beside if bits == 32 else quantized)
         quantized.change(model)
