@@ -86,6 +86,9 @@ ARCHITECTURES = {
 }
 
 
+_EXACT = ("ffn_gate_inp.weight", "ssm_conv1d.weight", "position_embd.weight", "token_types.weight")
+
+
 class PlannedTensor(NamedTuple):
     """A tensor of the GGUF file and its sources."""
 
@@ -101,8 +104,8 @@ class PlannedTensor(NamedTuple):
     @property
     def is_matrix(self) -> bool:
         """Whether it may be quantized. Expert gates make discrete choices, and convolutions are small, so they stay
-        exact."""
-        return len(self.shape) > 1 and not self.name.endswith(("ffn_gate_inp.weight", "ssm_conv1d.weight"))
+        exact. So do the positions and types of encoders, of which llama.cpp wants it."""
+        return len(self.shape) > 1 and not self.name.endswith(_EXACT)
 
 
 def architecture_of(config: SafetensorsConfig, where: Path) -> Architecture:

@@ -32,19 +32,18 @@ def write(
     path: Path,
     name: str,
     kind: str,
-    architecture: Architecture,
-    config: SafetensorsConfig,
-    vocabulary: Vocabulary,
+    architecture: str,
+    add_metadata: Callable[[gguf.GGUFWriter], None],
     tensors: list[PlannedTensor],
     progress: Callable[[float], None],
+    factors: Array | None = None,
 ) -> None:
-    """Writes the file with its matrices as `kind`. Raises ModelError for values that the type can't hold."""
-    writer = gguf.GGUFWriter(path, architecture.name)
+    """Writes the file with its matrices as `kind`. `architecture` is llama.cpp's name for it, and `factors` slow down
+    rotations. Raises ModelError for values that the type can't hold."""
+    writer = gguf.GGUFWriter(path, architecture)
     writer.add_name(name)
     writer.add_file_type(_KINDS[kind][1])
-    _add_config(writer, architecture, config)
-    _add_vocabulary(writer, vocabulary, config)
-    factors = _rope_factors(config)
+    add_metadata(writer)
     if factors is not None:
         writer.add_tensor_info("rope_freqs.weight", factors.shape, factors.dtype, factors.nbytes)
     for tensor in tensors:
@@ -67,6 +66,14 @@ def write(
                 done += chunk.size
                 progress(done / total)
             _pad(file)
+
+
+def add_metadata(
+    writer: gguf.GGUFWriter, architecture: Architecture, config: SafetensorsConfig, vocabulary: Vocabulary
+) -> None:
+    """Writes the sizes and the vocabulary of a model that generates."""
+    _add_config(writer, architecture, config)
+    _add_vocabulary(writer, vocabulary, config)
 
 
 def _add_config(writer: gguf.GGUFWriter, architecture: Architecture, config: SafetensorsConfig) -> None:
@@ -133,7 +140,7 @@ def _add_vocabulary(writer: gguf.GGUFWriter, vocabulary: Vocabulary, config: Saf
         writer.add_chat_template(rules.chat_template)
 
 
-def _rope_factors(config: SafetensorsConfig) -> Array | None:
+def rope_factors(config: SafetensorsConfig) -> Array | None:
     """Returns the factors by which Llama 3 slows down its rotations: long waves by `factor`, short ones not at all."""
     rope = config.rope
     if rope.kind != "llama3":

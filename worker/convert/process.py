@@ -9,6 +9,8 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -17,7 +19,8 @@ import msgspec
 from tokenbus.protocol.process import memory, priority
 from tokenbus.protocol.process.cores import usable_cores
 from tokenbus.worker.contract.engine_errors import ModelError
-from tokenbus.worker.convert import architectures, config, gguf_file, safetensors, vocabulary
+from tokenbus.worker.convert import architectures, config, encoder, gguf_file, safetensors, vocabulary
+from tokenbus.worker.convert.architectures import PlannedTensor
 from tokenbus.worker.files import device_memory
 
 STALL_S = 600
@@ -55,6 +58,10 @@ def _report(report: ConversionReport) -> None:
     sys.stdout.buffer.flush()
 
 
+_Plan = tuple[list[PlannedTensor], Callable[..., None]]
+"""The tensors to write, and what writes them, given a path, a name, a type and `progress`."""
+
+
 class _Progress:
     """Reports each per cent of one part of the work."""
 
@@ -74,23 +81,40 @@ def convert(job: Job) -> None:
     weights, output = [Path(path) for path in job.weights], Path(job.output)
     where = weights[0].parent
     sidecars = {name: Path(path) for name, path in job.sidecars.items()}
-    shape = config.read(sidecars.get("config.json"), where)
-    architecture = architectures.architecture_of(shape, where)
-    tensors = safetensors.read(weights)
-    planned = architectures.plan(architecture, shape, tensors, where)
-    words = vocabulary.read(sidecars, shape.vocab_size, where)
+    plan = _plan_encoder if encoder.is_one(sidecars.get("config.json")) else _plan_decoder
+    planned, write = plan(weights, sidecars, where)
     if job.kind in gguf_file.PLAIN:
-        gguf_file.write(output, job.name, job.kind, architecture, shape, words, planned, _Progress(0, 1))
+        write(output, job.name, job.kind, progress=_Progress(0, 1))
         return
     plain = output.with_suffix(".plain")
     kind = planned[0].sources[0].dtype.lower()  # llama.cpp then reads exactly what was published
     try:
-        gguf_file.write(plain, job.name, kind, architecture, shape, words, planned, _Progress(0, 0.5))
+        write(plain, job.name, kind, progress=_Progress(0, 0.5))
         from tokenbus.worker.convert import quantize  # llama.cpp is slow to load
 
         quantize.quantize(plain, output, job.kind, job.threads, _Progress(0.5, 1))
     finally:
         plain.unlink(missing_ok=True)
+
+
+def _plan_decoder(weights: list[Path], sidecars: dict[str, Path], where: Path) -> _Plan:
+    shape = config.read(sidecars.get("config.json"), where)
+    architecture = architectures.architecture_of(shape, where)
+    planned = architectures.plan(architecture, shape, safetensors.read(weights), where)
+    words = vocabulary.read(sidecars, shape.vocab_size, where)
+    metadata = partial(gguf_file.add_metadata, architecture=architecture, config=shape, vocabulary=words)
+    factors = gguf_file.rope_factors(shape)
+    return planned, partial(
+        gguf_file.write, architecture=architecture.name, add_metadata=metadata, tensors=planned, factors=factors
+    )
+
+
+def _plan_encoder(weights: list[Path], sidecars: dict[str, Path], where: Path) -> _Plan:
+    shape = encoder.read_config(sidecars["config.json"])
+    planned = encoder.plan(shape, safetensors.read(weights), where)
+    words = encoder.read_words(sidecars.get("tokenizer.json"), shape.vocab_size, where)
+    metadata = partial(encoder.add_metadata, config=shape, words=words, sidecars=sidecars)
+    return planned, partial(gguf_file.write, architecture=encoder.NAME, add_metadata=metadata, tensors=planned)
 
 
 def _limit_memory(job: Job) -> None:

@@ -23,6 +23,8 @@ _LENGTH = struct.Struct("<Q")
 _MAX_HEADER_BYTES = 32 << 20
 """That of a model with 90,000 tensors has 10 MB."""
 _MAX_DIMENSIONS = 8
+_COUNTED = "embeddings.position_ids"
+"""Ends the name of a tensor that has the numbers from 0 on: older files of encoders have it beside the weights."""
 _DTYPES: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
 """NumPy has no bfloat16: its values are kept as the upper halves of float32."""
 
@@ -102,7 +104,7 @@ def _read_table(path: Path, file: BinaryIO, size: int) -> dict[str, Tensor]:
         raise _lies(path, f"its header can't be read ({error})") from error
     begin = _LENGTH.size + length
     _check_overlaps(path, entries, size - begin)
-    return {name: _checked(path, name, entry, begin) for name, entry in entries.items()}
+    return {name: _checked(path, name, entry, begin) for name, entry in entries.items() if not name.endswith(_COUNTED)}
 
 
 def _check_overlaps(path: Path, entries: dict[str, _Entry], data_bytes: int) -> None:

@@ -74,7 +74,13 @@ class SafetensorsLayout(Layout):
 
     kind = "safetensors"
     preferred = ("",)
-    sidecars = (*SIDECARS, "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+    sidecars = (
+        *SIDECARS,
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "chat_template.jinja",
+        model_config.POOLING_CONFIG,
+    )
 
     def is_weights(self, name: str) -> bool:
         """Whether a file is a model or the first of its shards."""

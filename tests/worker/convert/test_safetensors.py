@@ -100,3 +100,11 @@ def test_a_header_longer_than_any_model_has_is_refused_before_it_is_read(tmp_pat
         file.truncate(1 << 30)
     with pytest.raises(ModelError, match="does not fit in the 32 MiB that one may have"):
         safetensors.read([path])
+
+
+def test_the_positions_of_older_encoders_are_left_out(tmp_path: Path) -> None:
+    path, counted = tmp_path / "model.safetensors", np.arange(3)
+    header = safetensors_model.header_of(TENSORS)
+    header["bert.embeddings.position_ids"] = {"dtype": "I64", "shape": [1, 3], "data_offsets": [28, 52]}
+    safetensors_model.write(path, TENSORS | {"bert.embeddings.position_ids": counted}, header)
+    assert set(safetensors.read([path])) == set(TENSORS)
