@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import gguf
 import msgspec
 
 from tokenbus.worker.contract.engine_errors import ModelError
@@ -22,8 +21,7 @@ _PREFIX = "bert."
 _BESIDE = ("pooler.", "cls.")
 """Prefixes of tensors that no embedding needs."""
 _START, _REST = "▁", "##"
-_POOLINGS = {"cls": gguf.PoolingType.CLS, "mean": gguf.PoolingType.MEAN, "last": gguf.PoolingType.LAST}
-_SPECIAL = ("[CLS]", "[SEP]", "[PAD]", "[UNK]", "[MASK]")
+SPECIAL = ("[CLS]", "[SEP]", "[PAD]", "[UNK]", "[MASK]")
 _LAYER = (
     ("attention.self.query", "attn_q"),
     ("attention.self.key", "attn_k"),
@@ -165,7 +163,7 @@ def read_words(path: Path | None, size: int, where: Path) -> Words:
         raise refused(path, "a vocabulary with capital letters or accents of an encoder")
     added = {one.content: one.id for one in document.added_tokens}
     numbers = [*known.values(), *added.values()]
-    if not numbers or min(numbers) < 0 or max(numbers) >= size or any(text not in known | added for text in _SPECIAL):
+    if not numbers or min(numbers) < 0 or max(numbers) >= size or any(text not in known | added for text in SPECIAL):
         raise ModelError(
             f"{path}: is not the vocabulary of {size:,} words that its model has; fetch both from one place"
         )
@@ -181,27 +179,3 @@ def _as_in_gguf(text: str) -> str:
     if text.startswith("[") and text.endswith("]"):
         return text
     return text[len(_REST) :] if text.startswith(_REST) else _START + text
-
-
-def add_metadata(writer: gguf.GGUFWriter, config: EncoderConfig, words: Words, sidecars: dict[str, Path]) -> None:
-    """Writes sizes, pooling and vocabulary. Raises ModelError for a pooling that can't be read."""
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_layer_norm_eps(config.layer_norm_eps)
-    writer.add_causal_attention(False)
-    writer.add_vocab_size(config.vocab_size)
-    writer.add_pooling_type(_POOLINGS[model_config.pooling_mode("auto", sidecars, generates=False)])
-    writer.add_tokenizer_model(NAME)
-    writer.add_tokenizer_pre("default")
-    writer.add_token_type_count(config.type_vocab_size)
-    adds = (
-        *(writer.add_bos_token_id, writer.add_sep_token_id, writer.add_pad_token_id),
-        *(writer.add_unk_token_id, writer.add_mask_token_id),
-    )
-    for text, add in zip(_SPECIAL, adds, strict=True):
-        add(words.texts.index(text))
-    writer.add_token_list(words.texts)
-    writer.add_token_types(words.types)

@@ -10,11 +10,13 @@ import numpy as np
 import numpy.typing as npt
 
 from tokenbus.worker.contract.engine_errors import ModelError
-from tokenbus.worker.convert import safetensors
+from tokenbus.worker.convert import encoder, safetensors
 from tokenbus.worker.convert.architectures import Architecture, PlannedTensor, TensorChange
 from tokenbus.worker.convert.config import SafetensorsConfig
+from tokenbus.worker.convert.encoder import EncoderConfig, Words
 from tokenbus.worker.convert.safetensors import Tensor
 from tokenbus.worker.convert.vocabulary import Vocabulary
+from tokenbus.worker.files import model_config
 
 Array = npt.NDArray[Any]
 _CHUNK_VALUES = 4 << 20
@@ -24,6 +26,7 @@ _KINDS = {
     "f16": (gguf.GGMLQuantizationType.F16, gguf.LlamaFileType.MOSTLY_F16, 2),
     "bf16": (gguf.GGMLQuantizationType.BF16, gguf.LlamaFileType.MOSTLY_BF16, 2),
 }
+_POOLINGS = {"cls": gguf.PoolingType.CLS, "mean": gguf.PoolingType.MEAN, "last": gguf.PoolingType.LAST}
 PLAIN = tuple(_KINDS)
 """The types written here; llama.cpp makes the others from one of these."""
 
@@ -138,6 +141,32 @@ def _add_vocabulary(writer: gguf.GGUFWriter, vocabulary: Vocabulary, config: Saf
     writer.add_add_bos_token(rules.add_bos)
     if rules.chat_template:
         writer.add_chat_template(rules.chat_template)
+
+
+def add_encoder_metadata(
+    writer: gguf.GGUFWriter, config: EncoderConfig, words: Words, sidecars: dict[str, Path]
+) -> None:
+    """Writes sizes, pooling and vocabulary. Raises ModelError for a pooling that can't be read."""
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_layer_norm_eps(config.layer_norm_eps)
+    writer.add_causal_attention(False)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_pooling_type(_POOLINGS[model_config.pooling_mode("auto", sidecars, generates=False)])
+    writer.add_tokenizer_model(encoder.NAME)
+    writer.add_tokenizer_pre("default")
+    writer.add_token_type_count(config.type_vocab_size)
+    adds = (
+        *(writer.add_bos_token_id, writer.add_sep_token_id, writer.add_pad_token_id),
+        *(writer.add_unk_token_id, writer.add_mask_token_id),
+    )
+    for text, add in zip(encoder.SPECIAL, adds, strict=True):
+        add(words.texts.index(text))
+    writer.add_token_list(words.texts)
+    writer.add_token_types(words.types)
 
 
 def rope_factors(config: SafetensorsConfig) -> Array | None:

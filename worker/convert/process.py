@@ -113,7 +113,7 @@ def _plan_encoder(weights: list[Path], sidecars: dict[str, Path], where: Path) -
     shape = encoder.read_config(sidecars["config.json"])
     planned = encoder.plan(shape, safetensors.read(weights), where)
     words = encoder.read_words(sidecars.get("tokenizer.json"), shape.vocab_size, where)
-    metadata = partial(encoder.add_metadata, config=shape, words=words, sidecars=sidecars)
+    metadata = partial(gguf_file.add_encoder_metadata, config=shape, words=words, sidecars=sidecars)
     return planned, partial(gguf_file.write, architecture=encoder.NAME, add_metadata=metadata, tensors=planned)
 
 
