@@ -40,13 +40,15 @@ async def story(bare: RawClient) -> Answer:
     return answer
 
 
-async def check(answer: Answer, reference: Reference) -> None:
-    await answer.terminal(LOAD_S)
-    check_stream(answer)
-    assert answer.num_tokens == NUM_TOKENS
-    tokens = [token for message in answer.messages for token in message.get("token_ids") or ()]
-    assert len(tokens) == NUM_TOKENS
-    assert reference.regret(reference.ids_of(MESSAGES), tokens) < STEPS
+async def check(reference: Reference, *answers: Answer) -> None:
+    """Waits for the ends of streams, and only then computes, which keeps this process from answering its broker."""
+    await asyncio.gather(*(answer.terminal(LOAD_S) for answer in answers))
+    for answer in answers:
+        check_stream(answer)
+        assert answer.num_tokens == NUM_TOKENS
+        tokens = [token for message in answer.messages for token in message.get("token_ids") or ()]
+        assert len(tokens) == NUM_TOKENS
+        assert reference.regret(reference.ids_of(MESSAGES), tokens) < STEPS
 
 
 def worker_of(answer: Answer) -> str:
@@ -57,7 +59,7 @@ async def test_a_stream_of_a_killed_worker_goes_on_elsewhere(system: System, ref
     bare = await start(system, "worker-a", "worker-b")
     answer = await story(bare)
     system.kill(worker_of(answer))
-    await check(answer, reference)
+    await check(reference, answer)
     assert len({message["worker_id"] for message in answer.messages if message.get("worker_id")}) == 2
 
 
@@ -68,7 +70,7 @@ async def test_a_stream_of_the_only_worker_waits_for_its_engine_to_load_again(
     answer = await story(bare)
     first = system.engine_pid("worker-a")
     os.kill(first, signal.SIGKILL)
-    await check(answer, reference)
+    await check(reference, answer)
     assert system.engine_pid("worker-a") != first
 
 
@@ -76,14 +78,14 @@ async def test_a_stream_does_not_notice_that_its_router_is_killed(system: System
     bare = await start(system, "worker-a", routers=("router-a", "router-b"))
     answers = [await story(bare) for _ in range(2)]
     system.kill("router-a")
-    await asyncio.gather(*(check(answer, reference) for answer in answers))
+    await check(reference, *answers)
 
 
 async def test_streams_survive_their_worker_and_then_a_router(system: System, reference: Reference) -> None:
     bare = await start(system, "worker-a", "worker-b", routers=("router-a", "router-b"))
     answers = [await story(bare) for _ in range(4)]
     system.kill("worker-a")
-    seen = [answer.num_tokens for answer in answers]
-    await asyncio.gather(*(answer.until(count + 2, LOAD_S) for answer, count in zip(answers, seen, strict=True)))
-    system.kill("router-a")
-    await asyncio.gather(*(check(answer, reference) for answer in answers))
+    seen = [len(answer.messages) for answer in answers]
+    await asyncio.gather(*(answer.until(count + 15, LOAD_S) for answer, count in zip(answers, seen, strict=True)))
+    system.kill("router-a")  # not sooner: what outlives both at once is a client that asks again (docs/guarantees.md)
+    await check(reference, *answers)
