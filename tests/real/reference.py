@@ -12,12 +12,13 @@ CONTEXT = 4_096
 
 
 class Reference:
-    """Computes as a worker does by default: flash attention, keys and values in 16 bits, steps of up to 512 tokens."""
+    """Computes as a worker does by default: with flash attention, keys and values in 16 bits, and steps of up to 512
+    tokens unless others are wanted."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, step_tokens: int = 512) -> None:
         self._llama = llama_cpp.Llama(
-            str(path), n_ctx=CONTEXT, n_batch=512, n_ubatch=512, n_threads=1, n_threads_batch=1, flash_attn=True,
-            logits_all=True, verbose=False,
+            str(path), n_ctx=CONTEXT, n_batch=512, n_ubatch=step_tokens, n_threads=1, n_threads_batch=1,
+            flash_attn=True, logits_all=True, verbose=False,
         )  # fmt: skip
         metadata: dict[str, str] = self._llama.metadata
         ends = [int(metadata[f"tokenizer.ggml.{name}_token_id"]) for name in ("eos", "bos")]

@@ -248,6 +248,7 @@ def test_a_model_larger_than_the_disk_is_refused_before_a_byte_is_fetched(machin
 def test_what_is_no_name_on_the_hub_is_refused(machine: Machine, tmp_path: Path) -> None:
     assert "is not a name on the Hub; pass a name such as org/repo" in machine.refusal("tiny")
     assert "is on this machine already" in machine.refusal(str(tmp_path))
+    assert machine.refusal("smollm2").endswith("is not on the Hub, but a package; run: tokenbus models fetch smollm2")
 
 
 def test_local_models_are_listed_with_what_is_incomplete_and_removed(machine: Machine) -> None:
