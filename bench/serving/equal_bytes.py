@@ -251,7 +251,7 @@ WAYS: dict[str, Callable[[Reference, Context], float]] = {
 
 def _line(*cells: object) -> None:
     first, *others = cells
-    print(f"  {first:<18}" + "".join(f"{one!s:>10}" for one in others), flush=True)
+    print(f"  {first:<20}" + "".join(f"{one!s:>10}" for one in others), flush=True)
 
 
 def _number(difference: float) -> str:
