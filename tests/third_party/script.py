@@ -46,6 +46,19 @@ CLIENTS = (
     Line("Which is larger, 9.11 or 9.9?", _thinking("Compare 0.11 and 0.90.", "9.9 is larger.")),
     Line("Say something long.", LONG),
 )
+LANGCHAIN = (
+    Line("magic_function(3)? Use the tool.", _call("magic_function", input=3)),
+    Line("magic_function_no_args()? Use the tool.", _call("magic_function_no_args")),
+    Line("Hello!", _call("magic_function", input=3)),
+    Line("generate a Pirate greeting.", _call("greeting_generator", answer_style="Pirate")),
+    Line("What is 3 + 4", _call("my_adder_tool", a=3, b=4)),
+    Line("in San Francisco, CA?", _call("get_weather", location="San Francisco, CA")),
+    Line("It's sunny.", "It is sunny in San Francisco."),
+    Line("a Chinese technology company", _call("unicode_customer", customer_name="你好啊集团", description="(科技)")),
+    Line("a Japanese company", _call("unicode_customer", customer_name="こんにちは株式会社", description="(会社)")),
+    Line("Return nothing other than JSON.", json.dumps({"setup": "What is a cat?", "punchline": "A small tiger."})),
+)
+"""The questions of LangChain's standard tests that only a model with sense answers as they expect."""
 OPENCODE = (
     Line("plum.txt", _thinking("I read the file.", _call("bash", command="cat plum.txt"))),
     Line("damson", _call("bash", command="tr a-z A-Z < plum.txt | tee capitals.txt")),
@@ -62,4 +75,4 @@ CODEX = (
 def lines() -> list[Line]:
     """Returns all lines. The cue of a scenario is the text with which it ends."""
     cues = {scenario.id: str(scenario.messages[-1]["content"]) for scenario in probe.BUILTIN_SCENARIOS}
-    return [*(Line(cues[one], answer) for one, answer in _PROBED.items()), *CLIENTS, *OPENCODE, *CODEX]
+    return [*(Line(cues[one], answer) for one, answer in _PROBED.items()), *CLIENTS, *LANGCHAIN, *OPENCODE, *CODEX]

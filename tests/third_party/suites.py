@@ -19,6 +19,8 @@ from tests.third_party.serving import SCRIPTED, Served
 _CLIENTS = Path(__file__).parent / "clients"
 _OPENAI = ("chat", "responses", "test_completions.py", "test_embeddings.py", "test_models.py", "test_responses.py")
 _ANTHROPIC = ("test_messages.py",)
+_SENSIBLE = "tool or agent or json_mode or few_shot"
+"""LangChain's standard tests that need a model which makes sense."""
 
 
 class Suite(NamedTuple):
@@ -96,6 +98,22 @@ def _from_failures(
             yield Outcome(f"{operation} {one['type']}", False, f"{one['title']}\n{shown[:1_500]}")
 
 
+def _langchain_standard(served: Served) -> list[Outcome]:
+    """Runs LangChain's standard tests: those with tools and with JSON in its own words need a model that makes sense."""
+    python = [str(packages.environment("langchain") / "python"), "-m", "pytest", "-q", "--tb=line"]
+    options = [*python, "-p", "no:cacheprovider", "-o", "asyncio_mode=auto"]
+    options += ["-o", "asyncio_default_fixture_loop_scope=session", "-o", "asyncio_default_test_loop_scope=session"]
+    found: list[Outcome] = []
+    for model, tests in ((SCRIPTED, _SENSIBLE), ("demo", f"not ({_SENSIBLE})")):
+        variables = {"BASE_URL": served.base_url, "ROOT_URL": served.root_url, "MODEL": model}
+        with tempfile.TemporaryDirectory() as folder:
+            report = Path(folder) / "report.xml"
+            tests_file = shutil.copy(_CLIENTS / "langchain_standard.py", folder)
+            run([*options, f"--junitxml={report}", "-k", tests, str(tests_file)], variables, Path(folder))
+            found += from_junit(report.read_bytes(), "langchain_standard.")
+    return found
+
+
 def _script(name: str, environment: str = "") -> Callable[[Served], list[Outcome]]:
     """Returns what runs a script of `clients/`, in an environment of Python or by Node. It prints `ok NAME` or
     `not ok NAME: REASON` for each check."""
@@ -154,6 +172,7 @@ SUITES = {
     "ollama-client": Suite("`ollama` (Python)", _script("ollama_client.py", "sdks")),
     "ollama-js": Suite("`ollama` (JavaScript)", _script("ollama_client.mjs"), needs_node=True),
     "langchain": Suite("LangChain", _script("langchain_client.py", "langchain")),
+    "langchain-standard": Suite("LangChain's standard tests of integrations", _langchain_standard),
     "openai-js": Suite("`openai` (JavaScript)", _script("openai_client.mjs"), needs_node=True),
     "ai-sdk": Suite("Vercel's AI SDK", _script("ai_sdk.mjs"), needs_node=True),
     "opencode": Suite("opencode", agents.opencode, needs_node=True),
