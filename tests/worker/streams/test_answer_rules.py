@@ -135,7 +135,9 @@ def test_a_response_format_beside_tools_that_cant_be_compiled_is_named() -> None
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ({"regex": "(a"}, 'regex: invalid regex "(a" (in regex): unclosed group'),
+        ({"regex": "(a"}, "regex: unclosed group"),
+        ({"regex": "(" + "a" * 300}, "regex: unclosed group"),
+        ({"grammar": "start: /(a/"}, 'grammar: at 1(8): invalid regex "(a": unclosed group'),
         ({"grammar": "start: a\na: none"}, 'grammar: at 2(4): unknown name: "none"'),
     ],
 )

@@ -26,7 +26,9 @@ and keys could not be forced. A schema may specify another style."""
 _MAX_PROBLEM_CHARS = 200
 _PLACE = re.compile(r"at (\d+)\(\d+\): ")
 _RULE = re.compile(r"\w+")
-_REGEX_PROBLEM = "regex parse error:"
+_REGEX_PROBLEM = re.compile(r'(?:invalid regex "(?P<quoted>.*)" \(in regex\): )?regex parse error:$')
+_MAX_QUOTED_CHARS = 40
+_QUOTED = re.compile(r'invalid regex ".*": ')
 _LIMITS = re.compile(r"limits\.|[Tt]oo many|too complex|too large|fuel|takes too|takes more|; max is")
 """Errors contain one of these if a constraint exceeds a limit, llguidance's or ours."""
 _REASON = re.compile(r"^error: (.+)", re.MULTILINE)
@@ -60,9 +62,11 @@ class ConstraintError(Exception):
         self.line = int(place[1]) if place else line
         self.is_too_costly = bool(_LIMITS.search(first))
         # for a regular expression the first line only says that it is invalid, and where
-        reason = _REASON.search(others) if first.endswith(_REGEX_PROBLEM) else None
-        if reason:
-            first = first.removesuffix(_REGEX_PROBLEM) + reason[1]
+        found, reason = _REGEX_PROBLEM.search(first), _REASON.search(others)
+        if found and reason:
+            quoted = found["quoted"]
+            shown = f'invalid regex "{quoted[:_MAX_QUOTED_CHARS]}": ' if quoted is not None else ""
+            first = first[: found.start()] + shown + reason[1]
         super().__init__(first[:_MAX_PROBLEM_CHARS])
 
 
@@ -73,6 +77,8 @@ def to_problem(error: ConstraintError, constraint: engine_request.Constraint) ->
         lines = constraint.source.split("\n")
         rule = _RULE.match(lines[error.line - 1]) if error.line <= len(lines) else None
     param = constraint.rule_params.get(rule[0], constraint.param) if rule else constraint.param
+    if constraint.kind is engine_request.ConstraintKind.REGEX:
+        problem = _QUOTED.sub("", problem, 1)  # the field is the regex
     if param != constraint.param or constraint.kind is not engine_request.ConstraintKind.LARK:
         problem = _PLACE.sub("", problem)  # a place in a grammar that the client has never seen
     return errors.invalid_field(param, problem).error
