@@ -14,6 +14,8 @@ _OF_OPENAI = (
     ("/v1/files", _BOTH, "no files are stored"),
     ("/v1/batches", _BOTH, "there are no batches: send the requests themselves, with service_tier: flex"),
     ("/v1/conversations", _POST, "there are no conversations: use previous_response_id"),
+    ("/v1/conversations/{id}", _BOTH, "there are no conversations: use previous_response_id"),
+    ("/v1/conversations/{id}/items", _BOTH, "there are no conversations: use previous_response_id"),
     ("/v1/realtime", _GET, "there are no WebSockets: use stream"),
 )
 _OF_VLLM = (
@@ -47,6 +49,7 @@ _OF_SGLANG = (
 _OF_TGI = (
     ("/generate_stream", _POST, "use /v1/completions with stream: true"),
     ("/info", _GET, "use GET /v1/models"),
+    ("/", _POST, "use /v1/completions or /v1/embeddings"),
 )
 _OF_MISTRAL = (
     ("/v1/fim/completions", _POST, "use /v1/completions with a suffix"),

@@ -145,6 +145,13 @@ def continuation_of(
     return {}
 
 
+def _tool_choice(asked: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
+    """Returns the wire's form of Mistral's word for a call of any tool, and of Hugging Face's choice of one."""
+    if isinstance(asked, dict) and asked.keys() == {"function"}:
+        return {"type": "function"} | asked
+    return "required" if asked == "any" else asked
+
+
 def _renamed(chat: ChatRequest, common: WireFields) -> dict[str, str]:
     renamed = dict(common.names)
     if chat.max_completion_tokens is not None:
@@ -172,7 +179,7 @@ def _to_wire(
         logprobs=(chat.top_logprobs or 0) if chat.logprobs else None,
         continue_final_message=continues or None,
         tools=chat.tools,
-        tool_choice="required" if chat.tool_choice == "any" else chat.tool_choice,  # Mistral's word
+        tool_choice=_tool_choice(chat.tool_choice),
         parallel_tool_calls=chat.parallel_tool_calls,
         reasoning=wishes.options,
         chat_template_kwargs=wishes.template_arguments,
@@ -274,8 +281,8 @@ class ChunkEncoder(ChoicesEncoder):
         calls = [_whole_call(part) for part in answer.parts if part.kind is PartKind.TOOL_CALL]
         said = schemas.ChatCompletionMessage(
             content=text or None if calls else text,
-            reasoning_content=reasoning or UNSET,
-            reasoning=reasoning or UNSET,
+            reasoning_content=reasoning or None,
+            reasoning=reasoning or None,
             tool_calls=calls or UNSET,
         )
         return schemas.Choice(

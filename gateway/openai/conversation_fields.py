@@ -78,6 +78,7 @@ UNSERVED = other_names.UNSERVED | {
     "media_io_kwargs": UnservedField("only text is served", (None, {})),
     "safe_prompt": UnservedField("write a system message", (None, False)),
     "prompt_mode": UnservedField("use reasoning_effort"),
+    "tool_prompt": UnservedField("write a system message"),
     "guardrails": UnservedField("there are none", (None, [])),
     "return_prompt_text": UnservedField("prompts are not returned", (None, False)),
     "reasoning.exclude": UnservedField("reasoning is always part of the response", (None, False)),

@@ -6,6 +6,8 @@ from typing import Literal
 import msgspec
 
 from tokenbus.client.wire.embedding import embed, numbers_of
+from tokenbus.gateway.http import http_errors
+from tokenbus.gateway.http.http_errors import NameOf
 from tokenbus.gateway.serving.dialect import ApiEndpoint, ParsedCall, RequestHead, UnservedField
 from tokenbus.protocol.wire import errors
 from tokenbus.protocol.wire import messages as wire
@@ -25,6 +27,8 @@ class EmbeddingRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A text, texts, token ids, or lists of token ids."""
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = None
+    output_dimension: int | None = None
+    """Mistral's and Voyage's name of `dimensions`."""
     timeout_ms: float | None = None
     """Not OpenAI's; has the same meaning as on the wire."""
 
@@ -58,14 +62,20 @@ def read(asked: EmbeddingRequest, head: RequestHead) -> ParsedCall[wire.EmbedReq
     request = wire.EmbedRequest(
         id=head.id,
         input=_inputs_of(asked.input),
-        dimensions=asked.dimensions,
+        dimensions=_dimensions_of(asked),
         encoding="base64",  # a quarter of the numbers' length
         timeout_ms=asked.timeout_ms,
     )
-    pooling.check_embed_request(request)
+    with http_errors.renaming(_name_of(asked)):
+        pooling.check_embed_request(request)
     encode = functools.partial(_encode, head, is_base64=asked.encoding_format == "base64")
     return ParsedCall(
-        model=head.model, request=request, send=embed, encode=encode, usage_of=lambda reply: reply.usage or None
+        model=head.model,
+        request=request,
+        send=embed,
+        encode=encode,
+        usage_of=lambda reply: reply.usage or None,
+        name_of=_name_of(asked),
     )
 
 
@@ -92,7 +102,6 @@ ENDPOINT = ApiEndpoint(
         "modality": UnservedField("only text is served", (None, "text", ["text"])),
         "normalize": UnservedField(_LENGTH, (None, True)),
         "normalized": UnservedField(_LENGTH, (None, True)),
-        "output_dimension": UnservedField("use dimensions"),
         "output_dtype": UnservedField(_FLOATS, (None, "float")),
         "padding": UnservedField("inputs are not padded", (None, "do_not_pad")),
         "task": UnservedField(_PREFIX),
@@ -118,6 +127,16 @@ def _encode(head: RequestHead, reply: wire.EmbedReply, *, is_base64: bool) -> by
     tokens = reply.usage.prompt_tokens if reply.usage else 0
     usage = EmbeddingUsage(prompt_tokens=tokens, total_tokens=tokens)
     return msgspec.json.encode(EmbeddingList(id=f"embd-{head.id}", data=data, model=head.model, usage=usage))
+
+
+def _name_of(asked: EmbeddingRequest) -> NameOf:
+    return http_errors.by_field({} if asked.output_dimension is None else {"dimensions": "output_dimension"})
+
+
+def _dimensions_of(asked: EmbeddingRequest) -> int | None:
+    if None not in (asked.dimensions, asked.output_dimension) and asked.dimensions != asked.output_dimension:
+        raise errors.invalid_field("output_dimension", f"is another name of dimensions, which is {asked.dimensions}")
+    return asked.output_dimension if asked.dimensions is None else asked.dimensions
 
 
 def _inputs_of(given: str | list[str | int | list[int]] | None) -> str | list[str | list[int]] | None:

@@ -88,9 +88,9 @@ class ChatCompletionMessage(msgspec.Struct, frozen=True, kw_only=True):
     role: str = "assistant"
     content: str | None
     refusal: None = None
-    reasoning_content: str | UnsetType = UNSET
+    reasoning_content: str | None
     """Not OpenAI's, but the name used by servers of open models."""
-    reasoning: str | UnsetType = UNSET
+    reasoning: str | None
     """The same text under the other common name."""
     tool_calls: list[ChatToolCall] | UnsetType = UNSET
 

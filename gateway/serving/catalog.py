@@ -10,7 +10,7 @@ from msgspec import UNSET
 from tokenbus.gateway.admission.aliases import Aliases
 from tokenbus.protocol.wire import errors, limits, messages
 
-_MAX_NAME = 128
+_MAX_NAME, _MAX_SHOWN = 128, 20
 _LAST_S = 253_402_300_799
 """The last second of the year 9999. Workers may say of themselves that they are born later, which dates can't."""
 
@@ -81,7 +81,14 @@ class Listing(NamedTuple):
                 return model
         if self.unserved is None or name in self.unserved:
             raise errors.request_error(errors.Code.NO_WORKER, f"nothing serves {name[:_MAX_NAME]!r} now")
-        raise errors.request_error(errors.Code.MODEL_NOT_FOUND, f"no worker has ever served {name[:_MAX_NAME]!r}")
+        problem = f"no worker has ever served {name[:_MAX_NAME]!r}; {self.names()}"
+        raise errors.request_error(errors.Code.MODEL_NOT_FOUND, problem)
+
+    def names(self) -> str:
+        """Returns a text with the names that a request may have, for one with another name."""
+        names = [one.id for one in self.models]
+        rest = [f"{len(names) - _MAX_SHOWN} more"] if len(names) > _MAX_SHOWN else []
+        return f"served models: {', '.join([*names[:_MAX_SHOWN], *rest]) or 'nothing'}"
 
     def with_aliases(self, aliases: Aliases) -> "Listing":
         """Returns the listing with the served aliases after the models."""

@@ -24,6 +24,7 @@ from tokenbus.gateway.http.body import BodyMemory, HeldBody
 from tokenbus.gateway.http.http_errors import ErrorResponse
 from tokenbus.gateway.http.response_writer import ResponseWriter
 from tokenbus.gateway.serving import answering
+from tokenbus.gateway.serving.catalog import Listing
 from tokenbus.gateway.serving.dialect import (
     ApiEndpoint,
     Dialect,
@@ -173,9 +174,22 @@ class EndpointApp:
         try:
             await body.cancel_on_disconnect(request.receive, work)
         except http_errors.ApiError as error:
-            raise http_errors.ApiError(parsed.named(error.response)) from error
+            response = await self._with_names(error.response, tenant)
+            raise http_errors.ApiError(parsed.named(response)) from error
         except errors.RequestError as refused:
-            raise http_errors.ApiError(parsed.named(http_errors.from_error(refused.error))) from refused
+            response = await self._with_names(http_errors.from_error(refused.error), tenant)
+            raise http_errors.ApiError(parsed.named(response)) from refused
+
+    async def _with_names(self, response: ErrorResponse, tenant: Tenant) -> ErrorResponse:
+        """Adds the models that a caller may name to the refusal of one that is not there."""
+        if response.code != errors.Code.MODEL_NOT_FOUND:
+            return response
+        try:
+            reply = await tenant.keyless_client.served()
+        except errors.RequestError:
+            return response
+        listing = Listing.of(reply).of_patterns(tenant.caller.models).with_aliases(self._services.aliases)
+        return response._replace(message=f"{response.message}; {listing.names()}")
 
     async def _send_error(self, response: ErrorResponse, writer: ResponseWriter, log: RequestLog) -> None:
         """Sends an error. If a response has already started, it is cut off instead: uvicorn closes the connection."""

@@ -19,7 +19,7 @@ import structlog
 
 from tokenbus.protocol import tasks
 from tokenbus.protocol.telemetry import tracing
-from tokenbus.protocol.wire import errors, limits, messages, subjects
+from tokenbus.protocol.wire import codec, errors, limits, messages, subjects
 from tokenbus.router.access.quota import Quota
 from tokenbus.router.fleet.fleet import Fleet
 from tokenbus.router.requests.attempts import AlreadyStreamingError, Attempt
@@ -296,7 +296,7 @@ class RequestLifecycle:
     def _fail(self, flight: Flight, error: Exception) -> None:
         """Ends a request in an error that its task or callback has raised; call it from the `except` clause."""
         if isinstance(error, errors.RequestError):
-            self._end(flight, error.error)
+            self._end(flight, _naming_prompt(error.error, flight.request))
         elif isinstance(error, AlreadyStreamingError):
             if self._flights.holds(flight):
                 self._remove(flight, is_end=True)
@@ -406,3 +406,11 @@ class RequestLifecycle:
             flight.span.set_error(str(error.code))
             self._terminals.end(flight, error)
             self._ends.tell_flight(flight, messages.FinishReason.ERROR, error.code)
+
+
+def _naming_prompt(error: errors.Error, request: messages.GenerateRequest) -> errors.Error:
+    """Returns the error with the field that holds the prompt, if that is at fault as a whole."""
+    if error.code is not errors.Code.PROMPT_TOO_LONG or error.param is not None:
+        return error
+    given = ("messages", request.messages), ("prompt", request.prompt), ("token_ids", request.token_ids)
+    return codec.replace(error, param=next((name for name, value in given if value is not None), None))

@@ -314,8 +314,8 @@ async def test_a_bug_while_its_accept_is_read_ends_it_in_internal(
 async def test_what_no_worker_would_accept_is_refused_at_once() -> None:
     testbed = await Testbed().open()
     testbed.ask("c", token_ids=[1] * 600)
-    codes = [one.error.code for one in testbed.terminals() if one.error]
-    assert codes == [errors.Code.PROMPT_TOO_LONG]
+    refusals = [(one.error.code, one.error.param) for one in testbed.terminals() if one.error]
+    assert refusals == [(errors.Code.PROMPT_TOO_LONG, "token_ids")]
     assert (len(testbed.router.flights), testbed.num_tasks) == (0, 0)
 
 

@@ -58,6 +58,14 @@ def test_mistral_s_word_for_a_required_call_is_known() -> None:
     assert read(tools=tools, tool_choice="any").requests[0].tool_choice == "required"
 
 
+def test_a_choice_of_a_function_needs_no_type() -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    chosen = read(tools=tools, tool_choice={"function": {"name": "f"}}).requests[0].tool_choice
+    assert chosen == {"type": "function", "function": {"name": "f"}}
+    with pytest.raises(errors.RequestError, match="not the name of one of the tools"):
+        read(tools=tools, tool_choice={"function": {"name": "g"}})
+
+
 def test_a_retention_of_the_cached_prompt_becomes_a_time() -> None:
     for retention, ttl_ms in (("in_memory", 300_000), ("in-memory", 300_000), ("24h", 86_400_000)):
         control = read(prompt_cache_retention=retention).requests[0].cache_control

@@ -15,6 +15,7 @@ from tokenbus.protocol.wire import errors, messages
 HEADING = ResponseHead("r", 1_700_000_000, "demo")
 HEAD = messages.Chunk(id="r", worker_id="w", model="demo", created=1)
 USAGE = messages.Usage(prompt_tokens=5, completion_tokens=3, total_tokens=8, cached_tokens=4)
+UNREASONED = {"reasoning_content": None, "reasoning": None}
 STOP, LENGTH, CANCELLED, ERROR = (
     messages.FinishReason.STOP,
     messages.FinishReason.LENGTH,
@@ -132,7 +133,7 @@ def test_a_whole_answer_has_all_text_the_reason_and_the_usage() -> None:
     assert whole["choices"] == [
         {
             "index": 0,
-            "message": {"role": "assistant", "content": "abc", "refusal": None},
+            "message": {"role": "assistant", "content": "abc", "refusal": None} | UNREASONED,
             "logprobs": None,
             "finish_reason": "length",
         }
@@ -155,7 +156,7 @@ def test_calls_of_tools_are_passed_on_as_they_come() -> None:
     assert last["choices"][0]["finish_reason"] == "tool_calls"
     message = whole_of(chunk(tool_calls=[opening]), chunk(tool_calls=[more]), terminal)["choices"][0]["message"]
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-    assert message == {"role": "assistant", "content": None, "refusal": None, "tool_calls": [call]}
+    assert message == {"role": "assistant", "content": None, "refusal": None, "tool_calls": [call]} | UNREASONED
 
 
 def test_reasoning_is_apart_from_content() -> None:

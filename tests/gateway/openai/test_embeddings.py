@@ -34,6 +34,11 @@ def test_every_kind_of_input_has_its_form_on_the_wire(given: Any, inputs: Any) -
     )
 
 
+def test_dimensions_have_mistral_s_name_too() -> None:
+    for fields in ({"output_dimension": 3}, {"output_dimension": 3, "dimensions": 3}):
+        assert parse("a", **fields).request.dimensions == 3
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
@@ -45,6 +50,8 @@ def test_every_kind_of_input_has_its_form_on_the_wire(given: Any, inputs: Any) -
         ({"input": [[1], [-1]]}, "input[1]"),
         ({"input": ["a"] * 2_049}, "input"),
         ({"dimensions": 0}, "dimensions"),
+        ({"output_dimension": 0}, "output_dimension"),
+        ({"output_dimension": 2, "dimensions": 3}, "output_dimension"),
         ({"encoding_format": "hex"}, "encoding_format"),
     ],
 )

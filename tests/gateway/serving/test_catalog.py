@@ -23,6 +23,18 @@ def test_a_model_that_is_not_there_is_the_error_that_a_request_for_it_would_end_
     assert raised.value.error.code is code
 
 
+def test_who_names_a_model_that_never_was_learns_which_there_are() -> None:
+    served = [messages.ServedModel(model=f"m{n}", context_length=512, features=[]) for n in range(22)]
+    limits = messages.ServerLimits(max_request_bytes=1)
+    listing = Listing.of(messages.ModelsReply(models=served, limits=limits, unserved=[]))
+    with pytest.raises(errors.RequestError, match=r"ever served 'x'; served models: m0, m1, .*, m19, 2 more$"):
+        listing.find("x")
+    with pytest.raises(errors.RequestError, match=r"ever served 'x'; served models: m7$"):
+        listing.of_patterns(["m7"]).find("x")
+    with pytest.raises(errors.RequestError, match=r"ever served 'x'; served models: nothing$"):
+        listing.of_patterns([]).find("x")
+
+
 def test_what_a_model_can_do_is_said_in_mistral_s_words() -> None:
     served = messages.ServedModel(model="m", context_length=512, features=["generate", "chat", "tools"])
     (model,) = Listing.of(
