@@ -173,6 +173,8 @@ SUITES = {
     "ollama-js": Suite("`ollama` (JavaScript)", _script("ollama_client.mjs"), needs_node=True),
     "langchain": Suite("LangChain", _script("langchain_client.py", "langchain")),
     "langchain-standard": Suite("LangChain's standard tests of integrations", _langchain_standard),
+    "hugging-face": Suite("Hugging Face's `InferenceClient`", _script("hugging_face_client.py", "other-sdks")),
+    "mistral": Suite("`mistralai`", _script("mistral_client.py", "other-sdks")),
     "openai-js": Suite("`openai` (JavaScript)", _script("openai_client.mjs"), needs_node=True),
     "ai-sdk": Suite("Vercel's AI SDK", _script("ai_sdk.mjs"), needs_node=True),
     "opencode": Suite("opencode", agents.opencode, needs_node=True),
