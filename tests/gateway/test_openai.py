@@ -160,7 +160,7 @@ def test_models_are_listed_and_found_by_name(client: openai.OpenAI) -> None:
             "invalid_request",
         ),
         ({"messages": [{"role": "poet", "content": "x"}]}, "messages", "invalid_request"),
-        ({"messages": [{"role": "user", "content": "word " * 9_000}]}, None, "context_length_exceeded"),
+        ({"messages": [{"role": "user", "content": "word " * 9_000}]}, "messages", "context_length_exceeded"),
     ],
 )
 def test_a_bad_request_names_its_field_before_anything_is_streamed(
