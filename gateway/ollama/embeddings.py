@@ -1,6 +1,7 @@
 """Ollama's embeddings: turns their bodies into wire requests, and replies into responses."""
 
 import functools
+import time
 from typing import Any
 
 import msgspec
@@ -42,6 +43,10 @@ class OllamaEmbeddingsRequest(_Body, frozen=True, kw_only=True):
 class OllamaEmbedResponse(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     embeddings: list[list[float]]
+    total_duration: int
+    """Nanoseconds since the request was received."""
+    load_duration: int = 0
+    """Always 0: how long a model took to load is not known here."""
     prompt_eval_count: int
     """Tokens of all inputs."""
 
@@ -53,7 +58,7 @@ class OllamaEmbeddingsResponse(msgspec.Struct, frozen=True, kw_only=True):
 def read_embed(asked: OllamaEmbedRequest, head: RequestHead) -> ParsedCall[wire.EmbedRequest, wire.EmbedReply]:
     """Validates a body as a router would. Raises RequestError naming the field at fault."""
     given = asked.input if isinstance(asked.input, str | None) else list[str | list[int]](asked.input)
-    encode = functools.partial(_encode, head.model)
+    encode = functools.partial(_encode, head.model, time.monotonic_ns())
     return _parsed(
         asked, head, wire.EmbedRequest(id=head.id, input=given, dimensions=asked.dimensions), "input", encode
     )
@@ -109,11 +114,12 @@ EMBEDDINGS = ApiEndpoint(
 )
 
 
-def _encode(model: str, reply: wire.EmbedReply) -> bytes:
+def _encode(model: str, began_at_ns: int, reply: wire.EmbedReply) -> bytes:
     return msgspec.json.encode(
         OllamaEmbedResponse(
             model=model,
             embeddings=_rows(reply),
+            total_duration=time.monotonic_ns() - began_at_ns,
             prompt_eval_count=reply.usage.prompt_tokens if reply.usage else 0,
         )
     )

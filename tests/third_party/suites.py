@@ -99,7 +99,7 @@ def _from_failures(
 
 
 def _langchain_standard(served: Served) -> list[Outcome]:
-    """Runs LangChain's standard tests: those with tools and with JSON in its own words need a model that makes sense."""
+    """Runs LangChain's standard tests: some need a model that makes sense."""
     python = [str(packages.environment("langchain") / "python"), "-m", "pytest", "-q", "--tb=line"]
     options = [*python, "-p", "no:cacheprovider", "-o", "asyncio_mode=auto"]
     options += ["-o", "asyncio_default_fixture_loop_scope=session", "-o", "asyncio_default_test_loop_scope=session"]

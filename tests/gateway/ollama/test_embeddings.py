@@ -31,6 +31,8 @@ def test_one_text_or_several_are_embedded() -> None:
     found = json.loads(parsed.encode(REPLY))
     assert (found["model"], found["embeddings"], found["prompt_eval_count"]) == ("m:latest", [[0.5, -1.0]], 3)
     assert parsed.model == "m"
+    assert found["total_duration"] > 0
+    assert found["load_duration"] == 0
 
 
 def test_the_older_call_embeds_one_prompt() -> None:

@@ -43,7 +43,8 @@ def streaming() -> None:
 
 def log_probabilities() -> None:
     first = ask(logprobs=True, top_logprobs=2).logprobs.content[0]
-    assert first.logprob <= 0 and len(first.top_logprobs) == 2
+    assert first.logprob <= 0
+    assert len(first.top_logprobs) == 2
 
 
 def schema() -> None:

@@ -25,7 +25,8 @@ def ask(**options: object) -> object:
 
 def models() -> None:
     found = {one.id: one for one in client.models.list().data}
-    assert found["demo"].capabilities.completion_chat and not found["embedder"].capabilities.completion_chat
+    assert found["demo"].capabilities.completion_chat
+    assert not found["embedder"].capabilities.completion_chat
     assert client.models.retrieve(model_id="demo").id == "demo"
 
 
@@ -61,7 +62,8 @@ def schema() -> None:
 
 def embeddings() -> None:
     found = client.embeddings.create(model="embedder", inputs=["a fox", "a hen"])
-    assert len(found.data) == 2 and found.usage.prompt_tokens > 0
+    assert len(found.data) == 2
+    assert found.usage.prompt_tokens > 0
 
 
 def what_is_not_served_is_refused() -> None:
