@@ -1,7 +1,6 @@
 """Ollama's embeddings: turns their bodies into wire requests, and replies into responses."""
 
 import functools
-import time
 from typing import Any
 
 import msgspec
@@ -58,10 +57,10 @@ class OllamaEmbeddingsResponse(msgspec.Struct, frozen=True, kw_only=True):
 def read_embed(asked: OllamaEmbedRequest, head: RequestHead) -> ParsedCall[wire.EmbedRequest, wire.EmbedReply]:
     """Validates a body as a router would. Raises RequestError naming the field at fault."""
     given = asked.input if isinstance(asked.input, str | None) else list[str | list[int]](asked.input)
-    encode = functools.partial(_encode, head.model, time.monotonic_ns())
-    return _parsed(
-        asked, head, wire.EmbedRequest(id=head.id, input=given, dimensions=asked.dimensions), "input", encode
-    )
+    encode = functools.partial(_encode, head.model)
+    request = wire.EmbedRequest(id=head.id, input=given, dimensions=asked.dimensions)
+    parsed = _parsed(asked, head, request, "input", encode)
+    return msgspec.structs.replace(parsed, encode_timed=encode)
 
 
 def read_embeddings(
@@ -114,12 +113,12 @@ EMBEDDINGS = ApiEndpoint(
 )
 
 
-def _encode(model: str, began_at_ns: int, reply: wire.EmbedReply) -> bytes:
+def _encode(model: str, reply: wire.EmbedReply, age_s: float = 0.0) -> bytes:
     return msgspec.json.encode(
         OllamaEmbedResponse(
             model=model,
             embeddings=_rows(reply),
-            total_duration=time.monotonic_ns() - began_at_ns,
+            total_duration=round(1e9 * age_s),
             prompt_eval_count=reply.usage.prompt_tokens if reply.usage else 0,
         )
     )

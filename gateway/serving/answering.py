@@ -128,7 +128,9 @@ async def call(parsed: ParsedCall[Any, Any], exchange: HttpExchange) -> None:
         reply = await open_call.run(parsed.send(exchange.client, exchange.served_as, parsed.request))
     exchange.log.usage = parsed.usage_of(reply)
     exchange.writer.rate_limits = _limits_told(reply)
-    await exchange.writer.send_json(200, parsed.encode(reply))
+    timed = parsed.encode_timed
+    encoded = parsed.encode(reply) if timed is None else timed(reply, exchange.log.age_s)
+    await exchange.writer.send_json(200, encoded)
 
 
 def _limits_told(reply: object) -> messages.RateLimits | None:

@@ -126,6 +126,8 @@ class ParsedCall(_Parsed, Generic[RequestT, ReplyT], frozen=True, kw_only=True):
     """Sends the request to the named model, using a method of the client. Raises RequestError."""
     encode: Callable[[ReplyT], bytes]
     """Returns the body of the response."""
+    encode_timed: Callable[[ReplyT, float], bytes] | None = None
+    """Does the same for a response that has the seconds since the request was received; if given, it is called instead."""
     usage_of: Callable[[ReplyT], messages.Usage | None] = lambda reply: None
     """Returns the tokens computed for a reply."""
 

@@ -208,7 +208,7 @@ class BusSettings:
     def check(self) -> None:
         """Raises ValueError for contradictory settings and unusable files."""
         if not all(self._servers):
-            raise ValueError(f"--nats has an empty URL: {self.redacted_url}")
+            raise ValueError(f"--nats has an empty URL: {self.redacted_url!r}")
         if any("@" in url and "://" not in url for url in self._urls[1:]):
             raise ValueError("--nats: begin each URL with nats://, and set a password with a comma otherwise")
         for url in self._servers:  # only now: parts of a password with a comma are no servers to show
