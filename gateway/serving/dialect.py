@@ -127,7 +127,7 @@ class ParsedCall(_Parsed, Generic[RequestT, ReplyT], frozen=True, kw_only=True):
     encode: Callable[[ReplyT], bytes]
     """Returns the body of the response."""
     encode_timed: Callable[[ReplyT, float], bytes] | None = None
-    """Does the same for a response that has the seconds since the request was received; if given, it is called instead."""
+    """Is called instead, if given, for a response that has the seconds since the request was received."""
     usage_of: Callable[[ReplyT], messages.Usage | None] = lambda reply: None
     """Returns the tokens computed for a reply."""
 
