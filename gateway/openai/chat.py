@@ -170,7 +170,7 @@ def _to_wire(
     *,
     continues: bool,
 ) -> wire.GenerateRequest:
-    fields = common.fields
+    fields, choice = common.fields, _tool_choice(chat.tool_choice)
     if chat.max_completion_tokens is not None:
         fields = fields | {"max_tokens": chat.max_completion_tokens}
     return wire.GenerateRequest(
@@ -179,8 +179,8 @@ def _to_wire(
         logprobs=(chat.top_logprobs or 0) if chat.logprobs else None,
         continue_final_message=continues or None,
         tools=chat.tools,
-        tool_choice=_tool_choice(chat.tool_choice),
-        parallel_tool_calls=chat.parallel_tool_calls,
+        tool_choice=choice,
+        parallel_tool_calls=chat.parallel_calls(choice),
         reasoning=wishes.options,
         chat_template_kwargs=wishes.template_arguments,
         **fields,

@@ -56,6 +56,11 @@ class ConversationFields(SamplingFields, frozen=True, kw_only=True):
         found = fields.read_wishes(self, asked, variables or self.chat_template_kwargs, self.reasoning_effort)
         return found._replace(names=names | found.names)
 
+    def parallel_calls(self, choice: str | dict[str, Any] | None) -> bool | None:
+        """Returns the wire's `parallel_tool_calls`: a function that the choice names is called once, as by OpenAI,
+        unless the body says otherwise."""
+        return False if self.parallel_tool_calls is None and isinstance(choice, dict) else self.parallel_tool_calls
+
 
 UNSERVED = other_names.UNSERVED | {
     "functions": UnservedField("use tools", (None, [])),

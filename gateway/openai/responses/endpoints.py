@@ -149,7 +149,7 @@ def _to_wire(
         continue_final_message=continues or None,
         tools=tools.functions or None,
         tool_choice=tools.choice,
-        parallel_tool_calls=body.parallel_tool_calls,
+        parallel_tool_calls=body.parallel_calls(tools.choice),
         return_sampling=True if None in (body.temperature, body.top_p) else None,
         reasoning=wishes.options,
         chat_template_kwargs=wishes.template_arguments,

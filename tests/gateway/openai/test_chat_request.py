@@ -66,6 +66,23 @@ def test_a_choice_of_a_function_needs_no_type() -> None:
         read(tools=tools, tool_choice={"function": {"name": "g"}})
 
 
+@pytest.mark.parametrize(
+    ("fields", "parallel"),
+    [
+        ({}, False),
+        ({"parallel_tool_calls": True}, True),
+        ({"tool_choice": "required"}, None),
+        ({"tool_choice": "auto"}, None),
+    ],
+)
+def test_a_function_that_is_named_is_called_once_unless_more_are_wanted(
+    fields: dict[str, object], parallel: bool | None
+) -> None:
+    named = {"type": "function", "function": {"name": "f"}}
+    asked = read(**{"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": named} | fields)
+    assert asked.requests[0].parallel_tool_calls is parallel
+
+
 def test_a_retention_of_the_cached_prompt_becomes_a_time() -> None:
     for retention, ttl_ms in (("in_memory", 300_000), ("in-memory", 300_000), ("24h", 86_400_000)):
         control = read(prompt_cache_retention=retention).requests[0].cache_control
