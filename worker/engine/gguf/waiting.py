@@ -34,14 +34,16 @@ _LIBRARY = "libgomp"
 class SpinPolicy:
     """Decides whether threads that wait should spin, by how long they had to wait for a core.
 
-    Threads that sleep wait for cores even on an idle machine, whenever they are woken. So only spinning shows whether
-    they have the cores to themselves: it is tried again and again, and more rarely the less it has served."""
+    Spinning is tried again once it has been calm for a while, and later the less it has served."""
 
-    MOST_DELAYED = 0.3
-    """The part of the time that threads which spin may wait for cores, in sum. A busy process on any of their cores
-    takes half of it. What runs beside every engine, such as the process that sends its tokens, takes less."""
+    MOST_DELAYED = 0.6
+    """The part of the time that threads which spin may wait for cores, in sum. Beside one busy process they wait for
+    nearly all of it; beside what runs with every engine, such as the process that sends its tokens, for a third."""
+    CALM_DELAYED = 0.4
+    """The same for threads that sleep before they are to spin: they wait whenever they are woken, for a tenth of the
+    time in sum, and beside one busy process for nearly all of it."""
     FIRST_TRY_S = 0.25
-    """After how many seconds of computing threads spin that sleep."""
+    """The seconds of computing that must have been calm before threads spin."""
     LAST_TRY_S = 32.0
     """The same, if they had to stop soon again and again: a try costs a step or two."""
     SOON_S = 8.0
@@ -58,6 +60,8 @@ class SpinPolicy:
             was_soon = self._lasted_s < self.SOON_S
             self._sleeps_s = min(2 * self._sleeps_s, self.LAST_TRY_S) if was_soon else self.FIRST_TRY_S
             self.spins, self._lasted_s = False, 0.0
+        elif not self.spins and delayed_s > self.CALM_DELAYED * computed_s:
+            self._lasted_s = 0.0
         elif not self.spins and self._lasted_s >= self._sleeps_s:
             self.spins, self._lasted_s = True, 0.0
         return self.spins

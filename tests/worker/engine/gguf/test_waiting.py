@@ -27,7 +27,7 @@ that asked for them among them."""
 def sleeping_until_tried(policy: SpinPolicy) -> float:
     """Returns for how many seconds of computing threads sleep until they spin."""
     slept = 0.0
-    while not policy.observe(0.0625, 0.0625):
+    while not policy.observe(0.0625, 0.00625):
         slept += 0.0625
     return slept + 0.0625
 
@@ -64,15 +64,10 @@ def test_after_a_long_calm_spinning_is_tried_again_soon() -> None:
     assert sleeping_until_tried(policy) == pytest.approx(SpinPolicy.FIRST_TRY_S)
 
 
-@given(st.lists(st.tuples(st.floats(0.05, 0.5), st.floats(0.31, 2.0)), min_size=200, max_size=400))
-def test_on_a_busy_machine_nearly_all_computing_is_asleep(seen: list[tuple[float, float]]) -> None:
-    policy, asleep, all_s = SpinPolicy(), 0.0, 0.0
-    for computed_s, part in seen:
-        asleep += 0.0 if policy.spins else computed_s
-        all_s += computed_s
-        policy.observe(computed_s, part * computed_s)
-    tries = 1 + 8
-    assert all_s - asleep <= 0.5 * (tries + all_s / SpinPolicy.LAST_TRY_S)
+@given(st.lists(st.tuples(st.floats(0.05, 0.5), st.floats(0.41, 2.0)), max_size=400))
+def test_on_a_busy_machine_threads_never_spin(seen: list[tuple[float, float]]) -> None:
+    policy = SpinPolicy()
+    assert not any(policy.observe(computed_s, part * computed_s) for computed_s, part in seen)
 
 
 def test_a_system_that_does_not_say_how_long_threads_wait_is_told_from_an_idle_one(
