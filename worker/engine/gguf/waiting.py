@@ -80,13 +80,18 @@ class IdleTeam:
         self._is_made.wait()
 
     def _run(self) -> None:
+        try:
+            self._make()
+        finally:
+            self._is_made.set()
+        self._may_end.wait()
+
+    def _make(self) -> None:
         nothing = ctypes.cast(ctypes.CDLL(None).free, ctypes.c_void_p)  # of no pointer
         parallel = self._openmp.GOMP_parallel
         parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
         parallel.restype = None
         parallel(nothing, None, self._openmp.omp_get_num_procs() + 1, 0)
-        self._is_made.set()
-        self._may_end.wait()
 
     def close(self) -> None:
         """Ends the threads."""
@@ -164,9 +169,12 @@ def make() -> Waiting | None:
 
 
 _of_this_process = functools.cache(make)
+_making = threading.Lock()
 
 
 def computed(seconds: float) -> None:
     """Takes how long one of llama.cpp's computations with more than one thread has taken."""
-    if (waiting := _of_this_process()) is not None:
+    with _making:  # replicas of one process compute on threads of their own
+        waiting = _of_this_process()
+    if waiting is not None:
         waiting.computed(seconds)
