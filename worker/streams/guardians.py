@@ -269,7 +269,7 @@ class Guardians:
         if not reply.accepted:
             self._offers.refused(stream)
             return
-        stream.guardian = reply.router_id
+        stream.guardian = stream.named_guardian = reply.router_id
         self._reach.heard(reply.router_id, lease_time())
         self._passing_on.add(token_of(reply.router_id))
         self._announcer.log.guardians[stream.stream_no] = reply.router_id

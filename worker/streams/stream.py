@@ -71,8 +71,9 @@ class WorkerStream:
         "_worker_id", "accepted_at", "began_at", "cancel_error", "counts_prompt", "created", "deadline", "fetch",
         "first_token", "first_token_sent", "gaps", "guardian", "hash_scheme", "hold", "is_given_up", "is_open",
         "is_stranded", "is_streamed", "key", "last_chunk_at", "last_logprobs", "last_words", "long_prompt", "marks",
-        "max_reasoning_tokens", "max_tokens", "num_copies", "num_prompt_tokens", "num_resumed", "offered_at",
-        "replayed_at", "run", "sampling", "slow", "span", "stopped_by", "stranded_at", "stream_no", "terminal",
+        "max_reasoning_tokens", "max_tokens", "named_guardian", "num_copies", "num_prompt_tokens", "num_resumed",
+        "offered_at", "replayed_at", "run", "sampling", "slow", "span", "stopped_by", "stranded_at", "stream_no",
+        "terminal",
     )  # fmt: skip
 
     def __init__(
@@ -91,6 +92,9 @@ class WorkerStream:
         """The run that started it here, without the resumed tokens, which are in the replay buffer."""
         self.guardian: str | None = run.router_id
         """The router that continues it if this worker is lost or leaves; None: there is none, empty: none can be."""
+        self.named_guardian = run.router_id
+        """The guardian that the event log has named last. It may be gone, or only stopping: then it still counts the
+        stream's end."""
         self.is_stranded = False
         """Whether no engine of this worker can continue it, so that its guardian should take it."""
         self.last_words: engine_output.Output | None = None
@@ -380,7 +384,7 @@ class WorkerStream:
         usage, timings = terminal.usage or None, terminal.timings or _NO_TIMINGS
         return internal.StreamEnd(
             id=self.key,
-            router_id=self.guardian or "",
+            router_id=self.named_guardian,
             finish_reason=terminal.finish_reason,
             code=str(terminal.error.code) if terminal.error else "",
             prompt_tokens=usage.prompt_tokens if usage else self.num_prompt_tokens * self.counts_prompt,

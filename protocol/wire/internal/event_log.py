@@ -45,7 +45,7 @@ class StreamEnd(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     id: str
     """`<tenant token>:<id>`."""
     router_id: str = ""
-    """Its guardian, which is the one to count it; empty if it had none."""
+    """The guardian that the log has named last, which is the one to count it."""
     finish_reason: public.FinishReason
     """The finish reason of the terminal."""
     code: str = ""

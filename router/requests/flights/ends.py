@@ -2,8 +2,9 @@
 
 The router that tells it is the request's guardian, or has received the call: a router that only reads of an end in a
 worker's log tells nothing, and neither does one that gives a request to another router. Which router is the guardian
-says the worker that has ended the stream. A request whose guardian is killed has none for a moment; one that ends in
-this moment is told by no router, rather than by two."""
+says the worker that has ended the stream: the one that it has named last, which may be stopping and waits for that. A
+request whose guardian is killed has none for a moment; one that ends in this moment is told by no router, rather than
+by two."""
 
 from collections.abc import Callable
 from typing import NamedTuple

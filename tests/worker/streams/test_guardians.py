@@ -371,6 +371,17 @@ def test_a_stream_that_has_ended_is_not_offered(stage: Guarded) -> None:
     assert stage.named == []
 
 
+def test_the_end_of_a_stream_without_a_guardian_names_the_last_one_which_may_be_stopping(stage: Guarded) -> None:
+    stage.run(max_tokens=20)
+    stage.world.run_until(lambda: len(stage.offers) == 1)
+    stage.run(name="r2", router_id="other", max_tokens=20)
+    stage.world.run_until(lambda: stage.offers[-1][1].run.request_id == "default:r2")
+    stage.answer("r9", key="default:r2")
+    stage.world.run(3.0)
+    ends = {one.id: one.router_id for entry in stage.entries for one in entry.ends}
+    assert ends == {KEY: "peer", "default:r2": "r9"}
+
+
 def test_while_the_broker_takes_nothing_nobody_is_asked_and_nothing_is_offered(stage: Guarded) -> None:
     for name, router_id in (("r1", "gone"), ("r2", "peer")):
         stage.run(name=name, router_id=router_id, max_tokens=90)
