@@ -247,7 +247,8 @@ def _load_error(complaint: str) -> str:
     """Returns llama.cpp's reason for not loading a file, with a possible remedy."""
     reason = complaint.rpartition("error loading model: ")[2]
     if "unknown model architecture" in reason:
-        return f"{reason}; llama-cpp-python {llama_cpp.__version__} can't run it, a later version may"
+        remedy = "a later version may, or its ONNX export can be served"
+        return f"{reason}; llama-cpp-python {llama_cpp.__version__} can't run it: {remedy}"
     if "file bounds" in reason or "corrupt" in reason:
         return f"{reason}; fetch the file again"
     return f"llama.cpp can't load it: {reason}"
