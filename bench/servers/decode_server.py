@@ -54,7 +54,7 @@ async def measure(model: Path, options: argparse.Namespace) -> None:
         pid = await system.engine_pid(client)
         other = functools.partial(of_llama_bench, model, count, tokens, threads)
         if against == "llama-server":
-            slots = ("-np", str(count), "-c", str(_CONTEXT))
+            slots = ("-np", str(count), "-c", str(_CONTEXT), *options.server)
             server = await stack.enter_async_context(llama_server.running(model, threads, *slots))
             other = functools.partial(of_streams, server.complete, count, tokens, pid)
         own = functools.partial(of_streams, functools.partial(streams.complete, client), count, tokens, pid)
@@ -64,7 +64,7 @@ async def measure(model: Path, options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = flags.model_parser(__doc__, streams=8, tokens=64, pairs=9, threads=1)
+    parser = flags.server_parser(__doc__, streams=8, tokens=64, pairs=9, threads=1)
     parser.add_argument("--against", choices=["llama-bench", "llama-server"], default="llama-server")
     options = parser.parse_args()
     with benchmark_model.model(options.model) as model:

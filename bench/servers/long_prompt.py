@@ -1,6 +1,7 @@
 """Measures how long running streams stall while a long prompt is prefilled, and that prompt's own first token.
 
 Run: LLAMA_CPP_BIN=... .venv/bin/python -m bench.servers.long_prompt [--model FILE.gguf] [--pairs 7] [--threads 2]
+    [--server "--kv-unified -b 64 -ub 64"]
 
 Four streams run, and when each has some tokens a prompt of 1,200 tokens arrives. Compared with llama-server, in
 interleaved pairs."""
@@ -46,7 +47,7 @@ async def measure(model: Path, options: argparse.Namespace, worker_flags: list[s
     ours = ("--threads", str(threads), "--kv-tokens", "8192", "--context-length", "2048", *worker_flags)
     async with (
         system.running(model, *ours) as client,
-        llama_server.running(model, threads, "-np", "8", "-c", str(8 * 2_048)) as server,
+        llama_server.running(model, threads, "-np", "8", "-c", str(8 * 2_048), *options.server) as server,
     ):
         seen = await interleave(
             functools.partial(one, server.complete, length, tokens),
@@ -61,7 +62,7 @@ async def measure(model: Path, options: argparse.Namespace, worker_flags: list[s
 
 
 def main() -> None:
-    parser = flags.model_parser(__doc__, length=1_200, tokens=160, pairs=7, threads=2)
+    parser = flags.server_parser(__doc__, length=1_200, tokens=160, pairs=7, threads=2)
     options, worker_flags = parser.parse_known_args()
     with benchmark_model.model(options.model) as model:
         asyncio.run(measure(model, options, worker_flags))

@@ -1,6 +1,7 @@
 """Measures the first-token latency of eight concurrent requests that share a long prefix.
 
 Run: LLAMA_CPP_BIN=... .venv/bin/python -m bench.servers.shared_prefix [--model FILE.gguf] [--pairs 7] [--threads 2]
+    [--server "--kv-unified -b 64 -ub 64"]
 
 Compared with llama-server with eight slots, in interleaved pairs. Each round has its own prefix, so that neither side
 has it cached from an earlier round."""
@@ -29,12 +30,12 @@ async def first_token_s(complete: streams.Complete, prefix: int, number: int) ->
     return statistics.median(times[0] - began for times in answers)
 
 
-async def measure(model: Path, prefix: int, pairs: int, threads: int) -> None:
+async def measure(model: Path, prefix: int, pairs: int, threads: int, server_flags: list[str]) -> None:
     context = str(_REQUESTS * (prefix + _TAIL + 16))
     ours = ("--threads", str(threads), "--kv-tokens", context, "--context-length", str(prefix + _TAIL + 16))
     async with (
         system.running(model, *ours) as client,
-        llama_server.running(model, threads, "-np", str(_REQUESTS), "-c", context) as server,
+        llama_server.running(model, threads, "-np", str(_REQUESTS), "-c", context, *server_flags) as server,
     ):
         seen = await interleave(
             functools.partial(first_token_s, server.complete, prefix),
@@ -47,10 +48,10 @@ async def measure(model: Path, prefix: int, pairs: int, threads: int) -> None:
 
 
 def main() -> None:
-    parser = flags.model_parser(__doc__, prefix=1_000, pairs=7, threads=2)
+    parser = flags.server_parser(__doc__, prefix=1_000, pairs=7, threads=2)
     options = parser.parse_args()
     with benchmark_model.model(options.model) as model:
-        asyncio.run(measure(model, options.prefix, options.pairs, options.threads))
+        asyncio.run(measure(model, options.prefix, options.pairs, options.threads, options.server))
 
 
 if __name__ == "__main__":
