@@ -17,6 +17,7 @@ from nats.errors import NoRespondersError
 from tests.support.raw_client import PREFIX, Answer, RawClient, check_stream
 from tests.support.system import System
 from tokenbus import demo
+from tokenbus.client.wire.wire_client import WireClient
 
 SIM = "steps-of-50ms"
 SIM_MIB = 96
@@ -128,6 +129,16 @@ async def test_what_an_operator_has_not_listed_is_not_loaded(system: System) -> 
     terminal = await complete(bare, SIM)
     assert terminal["error"]["code"] in ("no_worker", "model_not_found")
     assert events(system, "model_loaded") == []
+
+
+async def test_a_request_that_names_no_model_loads_the_only_one(system: System) -> None:
+    system.router("router")
+    sim_worker(system, "a", room=1)
+    await listed(await system.connect(), "a")
+    async with await WireClient.connect(system.url) as client:
+        terminal = [chunk async for chunk in client.generate(None, prompt="Once upon a time", max_tokens=4)][-1]
+    assert terminal.finish_reason == "length"
+    assert events(system, "model_loaded") == [("model_loaded", "a")]
 
 
 async def test_ten_models_asked_at_random_with_room_for_three_lose_no_request(system: System) -> None:

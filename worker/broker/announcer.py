@@ -306,6 +306,8 @@ def _format_digest(config: contract.EngineConfig) -> str | None:
 
 
 def _features(config: contract.EngineConfig) -> list[str]:
-    """Returns the features of the engine, and those that every frontend adds."""
+    """Returns the features of the engine, and those that every frontend adds. None are known before the first load."""
+    if not config.features:
+        return []
     added = ("explain", "resume") if "generate" in config.features else ("explain",)
     return [*config.features, *added]

@@ -74,6 +74,12 @@ def test_every_worker_that_generates_can_continue_a_stream(features: tuple[str, 
     assert card.hash_scheme == "xxh3-64:" + "0" * 16
 
 
+def test_nothing_is_said_to_be_possible_with_a_model_that_was_never_loaded() -> None:
+    harness = Harness()
+    harness.serve(features=())
+    assert harness.card().features == []
+
+
 def test_blocks_are_published_once_with_the_next_event() -> None:
     harness = Harness()
     harness.announcer.blocks_changed([], chain(10, 12))
