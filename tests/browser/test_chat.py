@@ -16,11 +16,13 @@ import pytest_asyncio
 
 from tests.browser.test_console import AXE, PICTURES, browser
 from tests.support.system import running_gateway, running_worker, up_with_output
+from tokenbus.demo import MODEL_PATH
 from tokenbus.protocol.access import key_changes, keys
 from tokenbus.protocol.access.key_source import BUCKET, KeySettings
 from tokenbus.protocol.access.keys import KeyRecord, Role
 from tokenbus.protocol.bus import connection
 from tokenbus.protocol.wire import subjects
+from tools.demo_model.chats import CHAT_TEMPLATE
 
 pytestmark = [
     pytest.mark.skipif("TOKENBUS_BROWSER" not in os.environ, reason="runs in `make console-check`"),
@@ -29,6 +31,10 @@ pytestmark = [
 _TOOL = {"name": "get_weather", "description": "Get the weather in a city."} | {
     "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 }
+_PLAIN_TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}{{ '<|' ~ m.role ~ '|>' ~ m.content ~ '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
 _MARKUP = "<script>alert(1)</script><img src=x onerror=alert(1)>"
 
 
@@ -67,6 +73,14 @@ async def _sign_in(page: Any, key: str) -> None:
     await page.get_by_label("API key").fill(key)
     await page.keyboard.press("Enter")
     await page.get_by_label("Message", exact=True).wait_for()
+
+
+def _write_plain(path: Path) -> None:
+    """Writes the demo model without a place for tools in its template, and without tokens for calls."""
+    template = CHAT_TEMPLATE.encode()
+    left = len(template) - len(_PLAIN_TEMPLATE) - len("{##}")
+    plain = f"{_PLAIN_TEMPLATE}{{#{' ' * left}#}}".encode()  # of the same length, so that nothing moves in the file
+    path.write_bytes(MODEL_PATH.read_bytes().replace(template, plain).replace(b"tool_call>", b"tool-call>"))
 
 
 async def _say(page: Any, text: str) -> None:
@@ -190,6 +204,41 @@ async def test_settings_are_sent_and_an_edited_message_drops_what_followed_it(
         ]
         settings = {"temperature": 0.5, "top_p": 0.9, "max_tokens": 40, "seed": 7, "reasoning_effort": "none"}
         assert {name: sent[name] for name in settings} == settings
+
+
+async def test_a_model_is_offered_before_it_is_first_loaded_and_calls_tools_that_its_template_has_no_place_for(
+    said: dict[str, Any], one_browser: Any, tmp_path: Path
+) -> None:
+    _write_plain(tmp_path / "plain.gguf")
+    on_demand = ["--model", str(tmp_path / "plain.gguf"), "--memory-budget-mib", "1024", "--threads", "1"]
+    with running_worker(said["nats"], *on_demand):
+        async with _page(one_browser, said["http"], said["key"]) as page:
+            while "plain" not in await page.get_by_role("combobox", name="Model", exact=True).inner_text():
+                await page.reload()
+                await _sign_in(page, said["key"])
+                await page.get_by_role("option", name="demo").wait_for(state="attached")
+            await page.get_by_role("combobox", name="Model", exact=True).select_option("plain")
+            await page.get_by_label("Reasoning").wait_for()
+            await page.get_by_text("Tools", exact=True).click()
+            await page.get_by_label("Tools, as JSON").fill(json.dumps(_TOOL))
+            await page.get_by_label("Calls").select_option("at least one")
+            await _say(page, "What is the weather in Oslo?")
+            await page.get_by_label("Result of get_weather").first.wait_for()
+            await page.get_by_label("Reasoning").wait_for(state="hidden")
+            assert await page.get_by_text("Tools: get_weather").is_visible()
+
+
+async def test_tools_are_neither_offered_nor_sent_where_a_model_can_not_call_them(
+    said: dict[str, Any], one_browser: Any
+) -> None:
+    async with _page(one_browser, said["http"], said["key"]) as page:
+        await page.get_by_text("Tools", exact=True).click()
+        await page.get_by_label("Tools, as JSON").fill(json.dumps(_TOOL))
+        await page.get_by_role("combobox", name="Model", exact=True).select_option("slow")
+        await page.get_by_text("Tools: get_weather").wait_for(state="hidden")
+        await _say(page, "hello")
+        await _sees(page, "simulated-")
+        await page.keyboard.press("Escape")
 
 
 async def test_errors_are_said_in_the_gateways_words_and_with_what_helps(

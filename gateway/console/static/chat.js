@@ -83,13 +83,14 @@ function build(section) {
     target.dispatchEvent(new Event("input"));
     target.focus();
   }}}, "Example");
+  parts.toolsFold = make("details", {}, parts.toolsTitle, field("Tools, as JSON", parts.tools), parts.toolsProblem,
+    make("div", {class: "row"}, field("Calls", parts.choice), example(parts.tools, EXAMPLE_TOOLS)));
   parts.settings = make("form", {class: "settings", "aria-label": "Settings", on: {submit: (event) => event.preventDefault()}},
     field("Model", parts.model), parts.adapterField, parts.effortField,
     make("details", {}, element("summary", "System prompt and sampling"), field("System prompt", parts.system),
       make("div", {class: "pairs"}, field("Temperature", parts.temperature), field("Top p", parts.top_p),
         field("Most tokens", parts.max_tokens), field("Seed", parts.seed))),
-    make("details", {}, parts.toolsTitle, field("Tools, as JSON", parts.tools), parts.toolsProblem,
-      make("div", {class: "row"}, field("Calls", parts.choice), example(parts.tools, EXAMPLE_TOOLS))),
+    parts.toolsFold,
     make("details", {}, parts.schemaTitle, field("Schema of the answer", parts.schema), parts.schemaProblem,
       example(parts.schema, EXAMPLE_SCHEMA)));
   parts.fold = make("details", {class: "fold", open: matchMedia(WIDE).matches}, parts.foldTitle, parts.settings);
@@ -164,14 +165,16 @@ async function modelChosen() {
   nameSettings();
   if (name && !abilities.has(name)) {
     try {
-      abilities.set(name, (await ask("../api/show", {json: {model: name}})).capabilities);
+      const {capabilities} = await ask("../api/show", {json: {model: name}});
+      if (capabilities.length) abilities.set(name, capabilities); // none: it has never been loaded
     } catch {
       // then all is offered, and the gateway says what the model can't do
     }
   }
   if (name !== parts.model.value) return; // another has been chosen since
-  const can = abilities.get(name) || ["completion", "thinking"];
+  const can = abilities.get(name) || ["completion", "thinking", "tools"];
   parts.effortField.hidden = !can.includes("thinking");
+  parts.toolsFold.hidden = !can.includes("tools");
   if (can.includes("completion")) return;
   parts.model.selectedOptions[0].remove(); // such as one that makes embeddings
   await modelChosen();
@@ -235,7 +238,7 @@ function areSettingsValid() {
 function requestFor(entry, isContinued) {
   const before = entries.slice(0, entries.indexOf(entry));
   const schema = readSchema(parts.schema.value);
-  const tools = readTools(parts.tools.value);
+  const tools = parts.toolsFold.hidden ? [] : readTools(parts.tools.value);
   const body = {
     model: parts.adapter.value || parts.model.value, messages: messagesOf(before), stream: true,
     stream_options: {include_usage: true, continuous_usage_stats: true}, return_progress: true, session_id: session,
@@ -373,6 +376,7 @@ async function answer(entry, isContinued) {
       drawSoon();
     }
     if (!isComplete) throw new TypeError("the stream has no end");
+    if (!abilities.has(parts.model.value)) modelChosen(); // it is loaded now
   } catch (error) {
     entry.finish = controller.signal.aborted ? "stopped" : "failed";
     entry.failure = controller.signal.aborted ? null : failureOf(error, entry);
