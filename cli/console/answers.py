@@ -1,9 +1,10 @@
 """Answers on the terminal: the flags for their form, and how they are printed."""
 
 import argparse
+import os
 import sys
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import msgspec
 
@@ -14,6 +15,9 @@ from tokenbus.client.answer import Answer, AnswerBuilder
 from tokenbus.client.wire.chunk_stream import ChunkStream
 from tokenbus.protocol.wire import errors, messages
 from tokenbus.protocol.wire.reasoning import EFFORTS
+
+if TYPE_CHECKING:
+    from tokenbus.cli.console.word_wrap import WordWrap
 
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 _PICTURES = 0x2400
@@ -76,16 +80,18 @@ async def print_stream(stream: ChunkStream) -> tuple[messages.Chunk, Answer]:
 
     Returns the terminal and the answer. Raises RequestError if the terminal is an error."""
     builder = AnswerBuilder()
-    reasoning = _Reasoning()
-    async for chunk in stream:
-        builder.add(chunk)
-        if chunk.reasoning:
-            reasoning.print(chunk.reasoning)
-        if chunk.text:
-            reasoning.end()
-            sys.stdout.write(shown(chunk.text, sys.stdout))
-            sys.stdout.flush()
-    reasoning.end()
+    reasoning, text = _Reasoning(), _Lines(sys.stdout)
+    try:
+        async for chunk in stream:
+            builder.add(chunk)
+            if chunk.reasoning:
+                reasoning.print(chunk.reasoning)
+            if chunk.text:
+                reasoning.end()
+                text.write(chunk.text)
+    finally:
+        reasoning.end()
+        text.end()
     answer = builder.build()
     if answer.text:
         print(flush=True)
@@ -118,14 +124,49 @@ class _Reasoning:
         self._marks = (_DIM, _PLAIN) if sys.stderr.isatty() else ("", "")
 
     def print(self, text: str) -> None:
-        text = shown(text, sys.stderr)
-        print(text if self._is_open else f"{self._marks[0]}{text}", end="", file=sys.stderr, flush=True)
+        if not self._is_open:
+            sys.stderr.write(self._marks[0])
+            self._lines = _Lines(sys.stderr)
+        self._lines.write(text)
         self._is_open = True
 
     def end(self) -> None:
         if self._is_open:
+            self._lines.end()
             print(self._marks[1], file=sys.stderr, flush=True)
             self._is_open = False
+
+
+class _Lines:
+    """Writes a text as it arrives. On a terminal, its lines end between words."""
+
+    def __init__(self, out: TextIO) -> None:
+        self._out = out
+        self._wrap = _make_wrap() if _columns(out) else None
+
+    def write(self, text: str) -> None:
+        text = shown(text, self._out)
+        self._out.write(text if self._wrap is None else self._wrap.add(text, _columns(self._out)))
+        self._out.flush()
+
+    def end(self) -> None:
+        if self._wrap is not None:
+            self._out.write(self._wrap.end())
+            self._out.flush()
+
+
+def _make_wrap() -> "WordWrap":
+    from tokenbus.cli.console.word_wrap import WordWrap  # its table of widths is large, and a pipe needs none
+
+    return WordWrap()
+
+
+def _columns(out: TextIO) -> int:
+    """Returns how wide a terminal is now; 0 if `out` is none, or does not say it."""
+    try:
+        return os.get_terminal_size(out.fileno()).columns
+    except OSError:
+        return 0
 
 
 def _text_in(path: Path) -> str:

@@ -24,9 +24,9 @@ class Terminal:
 
     def __init__(self, arguments: list[str], variables: Mapping[str, str], columns: int = 80) -> None:
         self._terminal, end = pty.openpty()
-        fcntl.ioctl(end, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
         self._end = end
         """The command's side, which stays open, so that its settings can be read after the command has ended."""
+        self.resize(columns)
         self.process = subprocess.Popen(
             arguments,
             stdin=end,
@@ -63,6 +63,9 @@ class Terminal:
 
     def press(self, keys: str) -> None:
         os.write(self._terminal, keys.encode())
+
+    def resize(self, columns: int) -> None:
+        fcntl.ioctl(self._end, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
 
     def signal(self, number: signal.Signals) -> None:
         self.process.send_signal(number)

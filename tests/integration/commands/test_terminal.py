@@ -55,6 +55,25 @@ def test_a_pasted_text_and_a_backslash_make_one_message_of_several_lines(url: st
         assert terminal.wait() == 0
 
 
+def test_answers_are_broken_between_words_on_a_terminal_as_wide_as_it_is_now(url: str, tmp_path: Path) -> None:
+    variables = {"TOKENBUS_NATS": url, "PATH": ""}
+    asked = command("generate", "--temperature", "0", "Tell me a story.")
+    whole = subprocess.run(asked, env=variables, capture_output=True, text=True, timeout=60).stdout
+    assert whole.count("\n") == 1
+    with chat(url, tmp_path) as terminal:
+        for columns in (80, 40):
+            terminal.until(PROMPT)
+            terminal.resize(columns)
+            terminal.press("/new\r")
+            terminal.until(PROMPT)
+            terminal.press("Tell me a story.\r")
+            terminal.until(whole[:20])
+            lines = (whole[:20] + terminal.until(" tokens, first")).split("\r\n")[:-1]
+            assert " ".join(lines) == whole.rstrip("\n")
+            assert max(map(len, lines)) <= columns
+            assert min(map(len, lines[:-1])) > columns - 20
+
+
 @pytest.fixture
 def slow_url() -> Iterator[str]:
     """The broker of a system with one model, which generates a token every 50 ms and never ends by itself."""
