@@ -203,7 +203,7 @@ class Limits:
         for account, share in client.windows:
             share.charge(1.0 if account.unit == REQUESTS else num_tokens)
             share.pending += num_tokens
-            if share.needs_lease or now >= share.stale_at:
+            if share.needs_lease_ahead or now >= share.stale_at:
                 self._want(account, share, now)
         self._open(client, now)
         return Ticket(client, num_tokens, num_tokens)

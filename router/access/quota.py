@@ -108,6 +108,8 @@ class Quota:
         self._others_lease = False
         """Whether other routers may have leased what this one does not know of."""
         self._leases_from, self._shares_from = _NEVER, 0
+        self._known_from = 0
+        """The window since which what routers take is in their records, after they had taken shares; 0 if always."""
         self._probed_at = -_PROBE_S
         self._had_leases = False
         """Whether limits were leased at the last tick."""
@@ -319,6 +321,8 @@ class Quota:
         self._leases_from = max(made + 2, window if is_first and not self._limits.windows else window + 1)
         if not is_first and made + 2 > window:
             self._shares_from = max(self._shares_from, window + 1)
+        if not is_first:
+            self._known_from = self._leases_from
         pause_s = max(0.0, self._leases_from * WINDOW_S - self.now)
         self._log.info("quota_leased", pause_s=round(pause_s, 1))
         for share in self._limits.windows.values():
@@ -390,7 +394,7 @@ class Quota:
                 if (corrected := share.corrected(record)) is not None:
                     await self._store(bucket, key, entry, corrected)
                 return True  # otherwise it was only read
-            leased = share.lease(record, self._name, self.num_routers, self._num_sharing)
+            leased = share.lease(record, self._name, self.num_routers, self._num_sharing, self._known_from)
             if leased is None:
                 return False
             if leased.is_new:
@@ -412,7 +416,9 @@ class Quota:
         if share is not None:
             share.roll(self.now)
             if was_read or self._window >= self._shares_from:
-                share.share_out(self.num_routers, self.now, is_outage=self._others_lease and not was_read)
+                is_alone = self.num_routers == 1 and not self._others_lease
+                is_outage = self._others_lease and not was_read
+                share.share_out(self.num_routers, self.now, is_outage=is_outage, is_alone=is_alone)
             else:
                 share.is_full = True
         elif (slots := self._limits.slots.get(account)) is not None:

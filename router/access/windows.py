@@ -3,8 +3,12 @@
 Time is cut into windows by the broker's clock. What a limit allows in one window is taken from a record that all
 routers share, a part at a time, before it is needed:
 
-    record    taken  ###########################........    capacity of the window
+    record    taken  ###########################........    capacity
     router    granted  |########|   spent  |#####---|        rest = granted - spent
+
+The capacity is the whole limit, and each window takes its part of a minute off the record again: a client that was
+quiet may use up a minute's limit at once, and then as much as passes. A day's limit is taken off when the day ends.
+Without the record, a router does not know what others have let through, and gives only what passes, unless it is alone.
 
 A request is let through while there is a rest, however much it costs: what it costs beyond that is reported with the
 next lease, and counts against this window and, if it must, later ones. So routers together exceed a limit by at most
@@ -23,9 +27,11 @@ WINDOW_S = 4.0
 DAY_S = 86_400.0
 _MINUTE_S = 60.0
 _PARTS = 4
-"""A lease is this part of a router's even share of a window."""
+"""A lease is this part of a router's even share of what a window adds."""
 _DAY_PARTS = 256
 """A lease is at most this part of a day's limit: a router that is killed has spent it in vain."""
+_FEW = 4
+"""If a lease is for fewer requests, the next one is not asked for ahead: it would often be lost with its window."""
 _MAX_LEASES = 64
 _PENDING_S = 1.0
 """A day's limit that only the charges of open requests have used up may have room again when one of them ends."""
@@ -80,7 +86,10 @@ class WindowShare:
         "limit",
         "mean_charge",
         "number",
+        "part",
+        "passing",
         "pending",
+        "refill",
         "seconds",
         "spent",
         "stale_at",
@@ -90,7 +99,7 @@ class WindowShare:
 
     def __init__(self, limit: float, seconds: float) -> None:
         self.seconds = seconds
-        self.limit = self.capacity = 0.0
+        self.limit = self.capacity = self.refill = 0.0
         self.window = -1
         self.begins_at = self.ends_at = 0.0
         """Unix times of the window's beginning and end."""
@@ -109,10 +118,14 @@ class WindowShare:
         """Whether nothing more can be taken of this window."""
         self.is_shared_out = False
         """Whether this router has its even share of this window, because there is no record."""
+        self.passing = 0.0
+        """Such a share has this added with each window."""
         self.growth_per_s = 0.0
         """The amount that is added to such a share of a day while the record can't be reached."""
         self.grown_at = 0.0
         self.mean_charge = 1.0
+        self.part = 0.0
+        """The amount of the last lease."""
         self.number = 0
         self.asked_at: float | None = None
         """When a lease was asked for that has not been answered."""
@@ -132,8 +145,10 @@ class WindowShare:
             self.granted = min(self.granted, self.spent)
         self.is_full = False
         self.limit = limit
-        self.capacity = limit if self.seconds == DAY_S else limit * self.seconds / _MINUTE_S
-        """The amount that the limit allows in one window."""
+        self.capacity = limit
+        """The amount that can be taken at once."""
+        self.refill = limit if self.seconds == DAY_S else limit * self.seconds / _MINUTE_S
+        """The amount that may be taken again with each window."""
 
     @property
     def rest(self) -> float:
@@ -141,8 +156,13 @@ class WindowShare:
 
     @property
     def needs_lease(self) -> bool:
+        """Whether there is so little left that the router may lease more."""
+        return not self.is_full and not self.is_shared_out and self.rest <= self.part / 2
+
+    @property
+    def needs_lease_ahead(self) -> bool:
         """Whether a lease should be asked for, so that it is there before it is needed."""
-        return not self.is_full and not self.is_shared_out and self.rest <= self.granted / 2
+        return self.needs_lease and self.part >= _FEW * self.mean_charge
 
     @property
     def is_reserved(self) -> bool:
@@ -163,7 +183,10 @@ class WindowShare:
             return
         window = int(now // self.seconds)
         self.begins_at, self.ends_at = window * self.seconds, (window + 1) * self.seconds
-        excess = max(0.0, self.spent - self.granted)
+        covered = self.granted
+        if self.is_shared_out and self.seconds != DAY_S:
+            covered = self.leased + self.passing * max(1, window - self.window)
+        excess = max(0.0, self.spent - covered)
         self.granted, self.leased, self.spent, self.taken = 0.0, 0.0, excess, 0.0
         self.window, self.is_full, self.is_shared_out = window, False, False
 
@@ -184,20 +207,23 @@ class WindowShare:
             return min(self.ends_at - now, _RESERVED_S)
         if self.is_shared_out and self.growth_per_s:
             return min(self.ends_at - now, max(1.0, (self.spent - self.granted) / self.growth_per_s))
-        unit = self.granted if self.is_shared_out else self.capacity
+        unit = self.passing if self.is_shared_out else self.refill
         excess = max(0.0, self.taken - self.capacity) + max(0.0, self.spent - self.granted)
         return max(0.001, (self.window + 1 + math.floor(excess / unit)) * self.seconds - now)
 
-    def share_out(self, num_routers: int, now: float, *, is_outage: bool = False) -> None:
-        """Takes this router's even share of the window, where routers have no record.
+    def share_out(self, num_routers: int, now: float, *, is_outage: bool = False, is_alone: bool = False) -> None:
+        """Takes this router's even share of what the window adds, where routers have no record, or all that it has not
+        spent of the limit if no other router can have taken any (`is_alone`).
 
-        If there is one that can't be reached (`is_outage`), others may have taken more of a day than this router knows:
-        its share is then a lease's, and grows with `tick` by as much of the day as passes."""
+        If there is a record that can't be reached (`is_outage`), others may have taken more of a day than this router
+        knows: its share is then a lease's, and grows with `tick` by as much of the day as passes."""
         if self.seconds == DAY_S:
             self.stale_at = now + WINDOW_S
         if self.is_shared_out:
             return
-        share = max(0.0, self.capacity - self.taken) / max(1, num_routers)
+        self.passing = self.refill / max(1, num_routers)
+        left = max(0.0, self.capacity - self.taken)
+        share = left if is_alone else min(left / max(1, num_routers), self.passing)
         self.growth_per_s = 0.0
         if is_outage and self.seconds == DAY_S:
             self.growth_per_s, self.grown_at = self.capacity / DAY_S / max(1, num_routers), now
@@ -221,36 +247,45 @@ class WindowShare:
         if self.is_shared_out and self.seconds > shortest_s:
             self.granted, self.is_shared_out, self.is_full = self.leased, False, False
 
-    def lease(self, record: Record | None, router: str, num_routers: int, num_sharing: int = 0) -> Leased | None:
+    def lease(
+        self, record: Record | None, router: str, num_routers: int, num_sharing: int = 0, known_from: int = 0
+    ) -> Leased | None:
         """Returns the record with another lease of this router, which is to be stored in place of the given one; None
         if other routers are in the next window already, as this one soon will be. `num_sharing` of the routers take
-        even shares instead, which are left to them."""
+        even shares instead, which are left to them; before the window `known_from` all did."""
         if record is not None and record.window == self.window + 1:
             return None
-        found = self.current(record)
+        shared = 0.0 if self.seconds == DAY_S else self.refill * num_sharing / max(1, num_routers)
+        found = self.current(record, self.refill - shared, known_from)
         if (last := found.leases.get(router)) is not None and last.number == self.number:
             return Leased(found, last, is_new=False)
         excess = max(0.0, self.spent - self.granted)
         taken = found.taken + excess
-        part = self.capacity / (_PARTS * max(1, num_routers))
+        part = self.refill / (_PARTS * max(1, num_routers))
         if self.seconds == DAY_S:
             part = min(part, self.capacity / _DAY_PARTS)
+            shared = self.capacity * num_sharing / max(1, num_routers)
         part = max(part, 1.0, self.mean_charge)
-        grant = min(max(0.0, self.capacity * (1 - num_sharing / max(1, num_routers)) - taken), part)
+        grant = min(max(0.0, self.capacity - shared - taken), part)
         lease = WindowLease(self.number, excess, grant, self.window)
         leases = {name: one for name, one in found.leases.items() if one.window >= self.window - 1 and name != router}
         while len(leases) >= _MAX_LEASES:
             del leases[next(iter(leases))]
         return Leased(Record(self.window, taken + grant, {**leases, router: lease}), lease, is_new=True)
 
-    def current(self, record: Record | None) -> Record:
-        """Returns the record as of this window: each window repays what one before has taken too much."""
+    def current(self, record: Record | None, refill: float, known_from: int) -> Record:
+        """Returns the record as of this window: each window since has added `refill`. What routers took before the
+        window `known_from` is not in it, and may have been all that those windows added."""
+        if self.seconds != DAY_S and known_from > (-1 if record is None else record.window):
+            taken = self.capacity if record is None else record.taken
+            left = max(0.0, taken - (self.window - known_from + 1) * refill)
+            return Record(self.window, max(left, self.taken), {} if record is None else record.leases)
         if record is None:
             return Record(self.window, self.taken)
         passed = self.window - record.window
         if passed <= 0:  # the same one, or one of a clock that was set back since
             return Record(self.window, max(record.taken, self.taken if passed == 0 else 0.0), record.leases)
-        return Record(self.window, max(0.0, record.taken - passed * self.capacity), record.leases)
+        return Record(self.window, max(0.0, record.taken - passed * refill), record.leases)
 
     def corrected(self, record: Record | None) -> Record | None:
         """Returns the record with what this router knows to be taken of a day, if it says less; None if it says enough.
@@ -270,6 +305,7 @@ class WindowShare:
         """Takes a lease that is stored. One for an earlier window has come too late: only its excess counts."""
         self.number += 1
         lease = leased.lease
+        self.part = lease.granted
         if lease.window == self.window:
             self.taken = max(self.taken, leased.record.taken)
             self.granted += lease.excess + lease.granted

@@ -332,7 +332,7 @@ async def test_a_terminal_is_not_sent_again_for_a_later_request_of_the_same_id(t
 
 
 async def test_a_request_beyond_a_limit_is_refused_at_once_with_what_is_left_and_when_more_is() -> None:
-    testbed = await Testbed(tenant_limits=TenantLimits(tokens_per_minute=6)).open()
+    testbed = await Testbed(tenant_limits=TenantLimits(tokens_per_minute=4)).open()
     testbed.ask("a", max_tokens=2)
     await turns()  # its router takes its share first
     (run,) = testbed.runs()
@@ -343,9 +343,9 @@ async def test_a_request_beyond_a_limit_is_refused_at_once_with_what_is_left_and
     assert terminal.error.code is errors.Code.OVERLOADED
     assert terminal.error.rate_limits
     assert terminal.error.rate_limits.tokens
-    assert (terminal.error.rate_limits.tokens.limit, terminal.error.rate_limits.tokens.remaining) == (6, 0)
+    assert (terminal.error.rate_limits.tokens.limit, terminal.error.rate_limits.tokens.remaining) == (4, 0)
     assert terminal.error.retry_after_ms
-    assert 30_000 < terminal.error.retry_after_ms <= 50_000
+    assert 12_000 < terminal.error.retry_after_ms <= 16_000
 
 
 async def test_the_answer_is_charged_as_it_was_and_not_as_it_could_have_been() -> None:

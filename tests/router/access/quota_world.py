@@ -234,13 +234,14 @@ class QuotaWorld:
         if self.routers:
             self.rng.choice(self.routers).ask(num_prompt)
 
-    def worst_excess(self, spent: dict[int, int], capacity: float, largest: float) -> float:
+    def worst_excess(self, spent: dict[int, int], per_minute: float, largest: float) -> float:
         """Returns by how many of the largest requests, for each router that took part, routers have exceeded a limit
-        at the worst. What is exceeded in one window is repaid by later ones."""
-        worst = debt = 0.0
+        at the worst: a whole minute's may be used at once, and then as much as passes."""
+        worst = used = 0.0
         if spent:
             for window in range(min(spent), max(spent) + 1):
-                debt = max(0.0, debt + spent.get(window, 0) - capacity)
+                used += spent.get(window, 0)
                 took_part = set().union(*(self.seen.get(one, set()) for one in (window - 2, window - 1, window)))
-                worst = max(worst, debt / (largest * max(1, len(took_part))))
+                worst = max(worst, (used - per_minute) / (largest * max(1, len(took_part))))
+                used = max(0.0, used - per_minute * WINDOW_S / 60)
         return worst
