@@ -33,9 +33,10 @@ def message_of(response: ErrorResponse) -> str:
     """Returns the text, by which agents recognize that their conversation has become too long."""
     if response.context_length is None or response.prompt_tokens is None:
         return response.message
+    given = response.param or "messages"
     return (
-        f"This model's maximum context length is {response.context_length} tokens. However, your messages resulted in "
-        f"{response.prompt_tokens} tokens. Please reduce the length of the messages."
+        f"This model's maximum context length is {response.context_length} tokens. However, your {given} resulted in "
+        f"{response.prompt_tokens} tokens. Please reduce the length of the {given}."
     )
 
 

@@ -2,6 +2,7 @@
 
 import json
 
+import msgspec
 import pytest
 
 from tokenbus.gateway.http import http_errors
@@ -32,12 +33,15 @@ def test_types_and_codes_are_those_that_clients_look_for(code: errors.Code, type
     assert (error["type"], error["code"]) == (type, theirs)
 
 
-def test_a_prompt_that_is_too_long_is_told_in_the_words_by_which_agents_know_that_they_must_compact() -> None:
-    refused = errors.prompt_too_long(5_000, 4_096)
-    error = json.loads(error_bodies.encode(http_errors.from_error(refused.error)))["error"]
+@pytest.mark.parametrize(("param", "named"), [(None, "messages"), ("messages", "messages"), ("prompt", "prompt")])
+def test_a_prompt_that_is_too_long_is_told_in_the_words_by_which_agents_know_that_they_must_compact(
+    param: str | None, named: str
+) -> None:
+    refused = msgspec.structs.replace(errors.prompt_too_long(5_000, 4_096).error, param=param)
+    error = json.loads(error_bodies.encode(http_errors.from_error(refused)))["error"]
     assert error["message"] == (
-        "This model's maximum context length is 4096 tokens. However, your messages resulted in 5000 tokens. "
-        "Please reduce the length of the messages."
+        f"This model's maximum context length is 4096 tokens. However, your {named} resulted in 5000 tokens. "
+        f"Please reduce the length of the {named}."
     )
 
 
