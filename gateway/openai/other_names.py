@@ -190,7 +190,7 @@ def _constraint(body: OtherNames) -> WireFields:
 
 def _constraints(body: OtherNames) -> Iterator[_Constraint]:
     for name in ("guided_json", "json_schema"):
-        yield _Constraint(name, "response_format", _json_format(name, getattr(body, name)))
+        yield _Constraint(name, "response_format", json_format(name, getattr(body, name)))
     yield _Constraint("guided_regex", "regex", body.guided_regex)
     yield _Constraint("guided_choice", "choice", body.guided_choice)
     yield _Constraint("guided_grammar", "grammar", body.guided_grammar)
@@ -201,14 +201,14 @@ def _constraints(body: OtherNames) -> Iterator[_Constraint]:
     if not asked.json_object and all(one is None for one in (asked.json, asked.regex, asked.choice, asked.grammar)):
         raise errors.invalid_field("structured_outputs", "needs one of json, json_object, regex, choice and grammar")
     place = "structured_outputs.json"
-    yield _Constraint(place, "response_format", _json_format(place, asked.json))
+    yield _Constraint(place, "response_format", json_format(place, asked.json))
     any_json = wire.ResponseFormat(type="json_object") if asked.json_object else None
     yield _Constraint("structured_outputs.json_object", "response_format", any_json)
     for name in ("regex", "choice", "grammar"):
         yield _Constraint(f"structured_outputs.{name}", name, getattr(asked, name))
 
 
-def _json_format(place: str, schema: str | dict[str, Any] | None) -> wire.ResponseFormat | None:
+def json_format(place: str, schema: str | dict[str, Any] | None) -> wire.ResponseFormat | None:
     """Returns the format of a schema, which may be the text of one."""
     if isinstance(schema, str):
         try:

@@ -1,6 +1,6 @@
 """The fields common to chat completions and completions, which the Responses API knows and does not serve."""
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -22,29 +22,61 @@ class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
     """vLLM's: with `include_usage`, every event has the usage so far."""
 
 
-class FormatWithSchema(wire.ResponseFormat, frozen=True, kw_only=True):
-    """OpenAI's `response_format`, to which other servers have added other places for the schema."""
+class GivenFormat(msgspec.Struct, frozen=True, kw_only=True):
+    """OpenAI's `response_format`, to which other servers have added other places for the schema, and regexes."""
 
+    type: Literal["text", "json_object", "json_schema", "json", "regex"]
+    """The last two are Text Generation Inference's, with a `value`."""
+    json_schema: wire.JsonSchema | None = None
     schema: dict[str, Any] | None = None
-    """llama-server's and Together's, with any type but `text`."""
-    value: dict[str, Any] | None = None
-    """Text Generation Inference's; huggingface_hub moves every schema there."""
+    """llama-server's and Together's, with any type for JSON."""
+    value: dict[str, Any] | str | None = None
+    """Text Generation Inference's, with any type but `text`: a regex, or a schema or the text of one, which may be in
+    an object with its name; huggingface_hub moves every schema there."""
 
     @property
     def other_place(self) -> str:
         """Where the schema is, if it is not where OpenAI has it."""
-        return next((name for name in ("schema", "value") if getattr(self, name) is not None), "")
+        if self.schema is not None:
+            return "schema"
+        if self.value is None or self.type == "regex":
+            return ""
+        return "value.schema" if self._has_named_schema else "value"
 
-    def to_wire(self) -> wire.ResponseFormat:
-        """Raises RequestError for a schema that is given twice, or that the type does not allow."""
+    @property
+    def _has_named_schema(self) -> bool:
+        named = self.value if self.type == "json_schema" and isinstance(self.value, dict) else {}
+        return isinstance(named.get("schema"), dict) and named.keys() <= {"name", "schema"}
+
+    def regex(self) -> str | None:
+        """Returns the regex, if this is one. Raises RequestError if it is none, or if there is a schema too."""
+        if self.type != "regex":
+            return None
+        if self.schema is not None or self.json_schema is not None:
+            place = "schema" if self.schema is not None else "json_schema"
+            raise errors.invalid_field(f"response_format.{place}", "can't be combined with type: regex")
+        if not isinstance(self.value, str) or not self.value:
+            raise errors.invalid_field("response_format.value", "must be a regex that is not empty, with type: regex")
+        return self.value
+
+    def to_wire(self) -> wire.ResponseFormat | None:
+        """Returns None for a regex, which is a field of its own. Raises RequestError for a schema that is given twice
+        or is missing, or that the type does not allow."""
+        if self.type == "regex":
+            return None
         place = self.other_place
         if not place:
+            if self.type == "json":
+                raise errors.invalid_field("response_format.value", "must be a JSON schema with type: json")
             return wire.ResponseFormat(type=self.type, json_schema=self.json_schema)
         if self.type == "text" or self.json_schema is not None:
             raise errors.invalid_field(f"response_format.{place}", "can't be combined with type: text or json_schema")
         if self.schema is not None and self.value is not None:
             raise errors.invalid_field("response_format.value", "is another name of schema: give one of them")
-        return wire.ResponseFormat(type="json_schema", json_schema=wire.JsonSchema(schema=getattr(self, place)))
+        given = self.schema if self.value is None else self.value
+        if self._has_named_schema and isinstance(given, dict):
+            given = given["schema"]
+        return other_names.json_format(f"response_format.{place}", given)
 
 
 class SamplingFields(OtherNames, frozen=True, kw_only=True):
@@ -53,7 +85,7 @@ class SamplingFields(OtherNames, frozen=True, kw_only=True):
     max_tokens: int | None = None
     n: int | None = None
     stream_options: StreamOptions | None = None
-    response_format: FormatWithSchema | None = None
+    response_format: GivenFormat | None = None
     return_token_ids: bool | None = None
     """vLLM's: the response has the ids of the tokens of the prompt and of the answer."""
     return_tokens_as_token_ids: bool | None = None
@@ -85,7 +117,7 @@ class SamplingFields(OtherNames, frozen=True, kw_only=True):
 
     def to_wire(self, session: str | None) -> WireFields:
         common, others, form = super().to_wire(session), other_names.translated(self), self.stream_form
-        own = {
+        own: dict[str, Any] = {
             "max_tokens": self.max_tokens,
             "response_format": self.response_format and self.response_format.to_wire(),
             "cache_prompt": self.cache_prompt,
@@ -96,4 +128,9 @@ class SamplingFields(OtherNames, frozen=True, kw_only=True):
         names = common.names | others.names
         if self.response_format is not None and (place := self.response_format.other_place):
             names = names | {"response_format.json_schema.schema": f"response_format.{place}"}
+        if self.response_format is not None and (regex := self.response_format.regex()) is not None:
+            if self.regex is not None or "regex" in others.fields:
+                raise errors.invalid_field("response_format.value", "is another name of regex: give one of them")
+            own |= {"regex": regex}
+            names = names | {"regex": "response_format.value"}
         return WireFields(common.fields | own | others.fields, names)

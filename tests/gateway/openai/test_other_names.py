@@ -123,6 +123,45 @@ def test_a_format_may_have_its_schema_beside_its_type(path: str, place: str) -> 
     assert parsed.name_of("response_format.json_schema.schema.type") == f"response_format.{place}.type"
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_text_generation_inference_s_formats_are_served(path: str) -> None:
+    named = {"name": "answer", "schema": SCHEMA}
+    for kind, value in [("json", SCHEMA), ("json", json.dumps(SCHEMA)), ("json_schema", named)]:
+        assert request_of(path, response_format={"type": kind, "value": value}).response_format == JSON
+    asked = request_of(path, response_format={"type": "regex", "value": "[ab]+"})
+    assert (asked.response_format, asked.regex) == (None, "[ab]+")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"response_format": {"type": "json"}}, "value"),
+        ({"response_format": {"type": "json", "value": "[ab]+"}}, "value"),
+        ({"response_format": {"type": "json", "json_schema": {"schema": SCHEMA}}}, "value"),
+        ({"response_format": {"type": "regex"}}, "value"),
+        ({"response_format": {"type": "regex", "value": ""}}, "value"),
+        ({"response_format": {"type": "regex", "value": SCHEMA}}, "value"),
+        ({"response_format": {"type": "regex", "value": "a", "schema": SCHEMA}}, "schema"),
+        ({"response_format": {"type": "regex", "value": "a", "json_schema": {"schema": SCHEMA}}}, "json_schema"),
+        ({"response_format": {"type": "regex", "value": "a"}, "regex": "a"}, "value"),
+        ({"response_format": {"type": "regex", "value": "a"}, "guided_regex": "a"}, "value"),
+        ({"response_format": {"type": "grammar", "value": "a"}}, "type"),
+    ],
+)
+def test_a_format_that_says_nothing_or_too_much_is_refused_by_its_field(fields: dict[str, Any], param: str) -> None:
+    assert refusal_of(lambda: request_of("/v1/chat/completions", **fields)).param == f"response_format.{param}"
+
+
+def test_a_bad_regex_or_schema_of_a_format_is_named_as_it_was_given() -> None:
+    for place, name in [
+        ({"type": "regex", "value": "a"}, "regex"),
+        ({"type": "json_schema", "value": {"schema": SCHEMA}}, "response_format.json_schema.schema"),
+    ]:
+        body = json.dumps(BODIES["/v1/chat/completions"] | {"response_format": place}).encode()
+        parsed = ENDPOINTS["/v1/chat/completions"].parse(body, {}, "r", "m")
+        assert parsed.name_of(name) == f"response_format.value{'.schema' if name != 'regex' else ''}"
+
+
 def test_a_format_has_one_schema() -> None:
     asked = {"response_format": {"type": "json_object", "schema": SCHEMA, "value": SCHEMA}}
     assert refusal_of(lambda: request_of("/v1/chat/completions", **asked)).param == "response_format.value"
