@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 import msgspec
+from msgspec import UNSET
 
 from tokenbus.cli.console.arguments import COUNT, PATH, SWITCH, TEXT, one_of, text
 from tokenbus.cli.console.flags import Parser
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from tokenbus.cli.console.word_wrap import WordWrap
 
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
+_LINE_START, _LINE_END = "\r", "\x1b[K"
 _PICTURES = 0x2400
 """Unicode has a picture of each control character from here on: ␛ for ESC."""
 _SHOWN = {code: _PICTURES + code for code in range(0x20) if chr(code) not in "\n\t"}
@@ -76,20 +78,25 @@ def thinking_fields(options: argparse.Namespace) -> dict[str, Any]:
 
 async def print_stream(stream: ChunkStream) -> tuple[messages.Chunk, Answer]:
     """Prints an answer as it arrives: its text, and each call as a line of JSON, on standard output, so that it can be
-    piped; reasoning and usage on standard error.
+    piped; reasoning, usage, and that its model is being loaded on standard error.
 
     Returns the terminal and the answer. Raises RequestError if the terminal is an error."""
     builder = AnswerBuilder()
-    reasoning, text = _Reasoning(), _Lines(sys.stdout)
+    reasoning, text, load = _Reasoning(), _Lines(sys.stdout), _Load()
     try:
         async for chunk in stream:
             builder.add(chunk)
+            if chunk.load_progress is UNSET:
+                load.end()
+            else:
+                load.show(chunk.model, chunk.load_progress)
             if chunk.reasoning:
                 reasoning.print(chunk.reasoning)
             if chunk.text:
                 reasoning.end()
                 text.write(chunk.text)
     finally:
+        load.end()
         reasoning.end()
         text.end()
     answer = builder.build()
@@ -135,6 +142,27 @@ class _Reasoning:
             self._lines.end()
             print(self._marks[1], file=sys.stderr, flush=True)
             self._is_open = False
+
+
+class _Load:
+    """Says on standard error that an answer's model is being loaded: on a terminal how far, until it is, else once."""
+
+    def __init__(self) -> None:
+        self._said = ""
+
+    def show(self, model: str, progress: float) -> None:
+        said = f"[waiting: {printable(model)} is being loaded]"
+        if sys.stderr.isatty():
+            self._said = f"{said[:-1]}, {progress:.0%}]"
+            print(_LINE_START, self._said, _LINE_END, sep="", end="", file=sys.stderr, flush=True)
+        elif said != self._said:
+            self._said = said
+            print(said, file=sys.stderr, flush=True)
+
+    def end(self) -> None:
+        if self._said and sys.stderr.isatty():
+            print(_LINE_START, _LINE_END, sep="", end="", file=sys.stderr, flush=True)
+        self._said = ""
 
 
 class _Lines:
