@@ -1,4 +1,4 @@
-"""deploy/roll keeps containers that serve until others serve in their place."""
+"""deploy/roll keeps containers that serve until others serve in their place, and deploy/targets says where they are."""
 
 import json
 import os
@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 DOCKER = ROOT / "tests/support/docker.py"
 NEVER = 1_000_000
-_VARIABLES = ("COMPOSE", "READY_S", "GRACE_S", "HANDOVER_S")
+_VARIABLES = ("COMPOSE", "READY_S", "GRACE_S", "HANDOVER_S", "TARGETS")
 
 
 class Engine:
@@ -21,6 +21,7 @@ class Engine:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._path = folder / "containers.json"
+        self.targets = folder / "targets"
         self.program("docker", f'exec "{sys.executable}" -I -S "{DOCKER}" "$@"')
         self.program("sleep", "exit 0")
 
@@ -40,16 +41,23 @@ class Engine:
         self._path.write_text(json.dumps(state | {"has_health_checks": health, "can_be_told": can_be_told}))
 
     def start_to_roll(self, *services: str, **variables: str) -> "subprocess.Popen[str]":
-        own = {"FAKE_DOCKER": str(self._path), "PATH": f"{self._folder}:{os.environ['PATH']}"}
-        inherited = {name: value for name, value in os.environ.items() if name not in _VARIABLES}
         return subprocess.Popen(
             ["sh", "deploy/roll", *services],
             cwd=ROOT,
-            env=inherited | own | variables,
+            env=self._environment(variables),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
+
+    def find_targets(self, **variables: str) -> subprocess.CompletedProcess[str]:
+        env = self._environment({"COMPOSE": "docker compose -f deploy/compose.yaml"} | variables)
+        return subprocess.run(["sh", "deploy/targets"], cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+
+    def _environment(self, variables: dict[str, str]) -> dict[str, str]:
+        own = {"FAKE_DOCKER": str(self._path), "PATH": f"{self._folder}:{os.environ['PATH']}"}
+        inherited = {name: value for name, value in os.environ.items() if name not in _VARIABLES}
+        return inherited | own | {"TARGETS": str(self.targets)} | variables
 
     def roll(self, *services: str, **variables: str) -> subprocess.CompletedProcess[str]:
         with self.start_to_roll(*services, **variables) as rolling:
@@ -210,3 +218,26 @@ def test_compose_is_what_the_variable_says(engine: Engine) -> None:
     engine.program("other-compose", 'shift 2; exec docker compose -f deploy/compose.yaml "$@"')
     assert engine.roll("worker", COMPOSE="other-compose -p here").returncode == 0
     assert engine.names == ["worker-2"]
+
+
+def targets_of(engine: Engine) -> dict[str, list[str]]:
+    return {path.stem: json.loads(path.read_text())[0]["targets"] for path in engine.targets.iterdir()}
+
+
+def test_prometheus_is_told_the_ports_of_what_runs_and_again_after_a_roll(engine: Engine) -> None:
+    engine.hold("router-1", "router-2", "worker-3", "gateway-4", health=False, stopped="worker-5")
+    found = engine.find_targets()
+    assert (found.returncode, found.stderr) == (0, "")
+    routers, others = (
+        ["127.0.0.1:9101", "127.0.0.1:9102"],
+        {"worker": ["127.0.0.1:9103"], "gateway": ["127.0.0.1:9104"]},
+    )
+    assert targets_of(engine) == {"router": routers, **others}
+    assert engine.roll("router").returncode == 0
+    assert targets_of(engine) == {"router": ["127.0.0.1:9106", "127.0.0.1:9107"], **others}
+
+
+def test_a_roll_writes_no_targets_where_nobody_has_asked_for_them(engine: Engine) -> None:
+    engine.hold("router-1")
+    assert engine.roll("router").returncode == 0
+    assert not engine.targets.exists()
