@@ -36,6 +36,7 @@ _MAX_LEASES = 64
 _PENDING_S = 1.0
 """A day's limit that only the charges of open requests have used up may have room again when one of them ends."""
 _RESERVED_S = 1.0
+_LEAST_WAIT_S = 0.001
 
 
 Amount = Annotated[float, msgspec.Meta(ge=0.0, le=2.0**60)]
@@ -86,6 +87,7 @@ class WindowShare:
         "limit",
         "mean_charge",
         "number",
+        "over",
         "part",
         "passing",
         "pending",
@@ -111,6 +113,8 @@ class WindowShare:
         """The part of it, or of earlier windows, that open requests were charged with: they may have used less."""
         self.taken = 0.0
         """The amount that all routers have taken of this window, as far as this one knows."""
+        self.over = 0.0
+        """The part of it that was beyond the limit when the window began, and is repaid in it."""
         self.stale_at = 0.0 if seconds == DAY_S else math.inf
         """When the record of a day is read again, to tell clients what other routers have left: leases can be hours
         apart."""
@@ -183,6 +187,7 @@ class WindowShare:
             return
         window = int(now // self.seconds)
         self.begins_at, self.ends_at = window * self.seconds, (window + 1) * self.seconds
+        self.over = max(0.0, self.taken - self.capacity) if window == self.window + 1 else 0.0
         covered = self.granted
         if self.is_shared_out and self.seconds != DAY_S:
             covered = self.leased + self.passing * max(1, window - self.window)
@@ -202,14 +207,15 @@ class WindowShare:
     def wait_s(self, now: float) -> float:
         """Returns the time until there may be a rest again, if this window is full."""
         if self.seconds == DAY_S and self.spent - self.pending < self.granted:
-            return min(self.ends_at - now, _PENDING_S)
+            return max(_LEAST_WAIT_S, min(self.ends_at - now, _PENDING_S))
         if self.is_reserved:
-            return min(self.ends_at - now, _RESERVED_S)
+            return max(_LEAST_WAIT_S, min(self.ends_at - now, _RESERVED_S))
         if self.is_shared_out and self.growth_per_s:
-            return min(self.ends_at - now, max(1.0, (self.spent - self.granted) / self.growth_per_s))
+            grown_s = (self.spent - self.granted) / self.growth_per_s
+            return max(_LEAST_WAIT_S, min(self.ends_at - now, max(1.0, grown_s)))
         unit = self.passing if self.is_shared_out else self.refill
         excess = max(0.0, self.taken - self.capacity) + max(0.0, self.spent - self.granted)
-        return max(0.001, (self.window + 1 + math.floor(excess / unit)) * self.seconds - now)
+        return max(_LEAST_WAIT_S, (self.window + 1 + math.floor(excess / unit)) * self.seconds - now)
 
     def share_out(self, num_routers: int, now: float, *, is_outage: bool = False, is_alone: bool = False) -> None:
         """Takes this router's even share of what the window adds, where routers have no record, or all that it has not
@@ -224,6 +230,8 @@ class WindowShare:
         self.passing = self.refill / max(1, num_routers)
         left = max(0.0, self.capacity - self.taken)
         share = left if is_alone else min(left / max(1, num_routers), self.passing)
+        if self.seconds != DAY_S:
+            share = max(0.0, share - self.over / max(1, num_routers))
         self.growth_per_s = 0.0
         if is_outage and self.seconds == DAY_S:
             self.growth_per_s, self.grown_at = self.capacity / DAY_S / max(1, num_routers), now

@@ -36,7 +36,9 @@ def printed(*chunks: dict[str, Any]) -> None:
 
     async def stream() -> AsyncIterator[Chunk]:
         for each in chunks:
-            yield Chunk(**({"id": "a", "attempt": 1, "offset": 0, "worker_id": None, "model": "b", "created": 0} | each))
+            yield Chunk(
+                **({"id": "a", "attempt": 1, "offset": 0, "worker_id": None, "model": "b", "created": 0} | each)
+            )
 
     asyncio.run(print_stream(cast(Any, stream())))
 
