@@ -24,6 +24,7 @@ from tokenbus.cli.console import (
     screen,
     serve,
     state,
+    store_room,
 )
 from tokenbus.cli.console.flags import Parser, command_line, dest_of, text_of
 from tokenbus.cli.console.instructions import SystemAddresses
@@ -215,6 +216,8 @@ class LocalSystem:
         self._metrics_sockets: dict[str, socket.socket] = {}
         """By process name. Like the gateway's they stay open, so that a restarted process keeps its address."""
         self._is_ready = False
+        self._shortage = ""
+        """The room that the embedded broker lacks for what it should store, in words."""
         self._first_key = ""
         self._supervisor = ProcessSupervisor(run_logs.folder, out.write)
 
@@ -258,10 +261,13 @@ class LocalSystem:
         if self._logs.problem:
             self._out.write(f"they will be lost there, since they can't be kept: {self._logs.problem}")
         if not self._options.nats:
+            self._shortage = self._shortage_of(self._broker_store())
             self._broker = await self._start_broker(self._options.port)
             self._bus = BusSettings(url=self._broker.url)
             self._supervisor.keep(self._keep_broker(self._broker))
         await self._with_keys(lambda store, _: store.create())
+        if self._shortage:
+            self._out.write(f"not all of it can be stored: {self._shortage}")
         self._start_processes()
         async with await WireClient.connect(settings=self._bus, prefix=self._settings.prefix) as client:
             reply = await self._until_ready(client)
@@ -291,6 +297,12 @@ class LocalSystem:
         # Brokers on fixed ports keep their keys. One on any free port would meet those of another system.
         return state.folder(f"broker-{self._options.port}") if self._options.port else self._logs.folder / "broker"
 
+    def _shortage_of(self, store: Path | None) -> str:
+        if store is None or store_room.is_used(store):
+            return ""
+        audit = self._settings.audit
+        return store_room.shortage(store, audit.audit_mib << 20 if audit.audit else 0)
+
     async def _with_keys(self, act: Callable[[KeyStore, nats.Connection], Awaitable[None]]) -> None:
         """Does something with the store of keys, if there is one. Raises StartError."""
         if not self._settings.key_settings.are_used:
@@ -299,7 +311,9 @@ class LocalSystem:
         try:
             await act(self._settings.key_settings.store(connection, self._settings.prefix), connection)
         except KeyStoreError as error:
-            raise StartError(f"there can be no keys: {error}") from error
+            raise StartError(
+                f"there can be no keys: {error}" + (f"; {self._shortage}" if self._shortage else "")
+            ) from error
         finally:
             await connection.close()
 

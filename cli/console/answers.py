@@ -89,7 +89,7 @@ async def print_stream(stream: ChunkStream) -> tuple[messages.Chunk, Answer]:
             if chunk.load_progress is UNSET:
                 load.end()
             else:
-                load.show(chunk.model, chunk.load_progress)
+                load.show(chunk.model or "", chunk.load_progress)
             if chunk.reasoning:
                 reasoning.print(chunk.reasoning)
             if chunk.text:

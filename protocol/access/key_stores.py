@@ -25,7 +25,7 @@ from tokenbus.protocol.bus.bucket import (
 if sys.platform != "win32":
     import fcntl
 
-_LIMITS = BucketLimits(max_bytes=256 * 1024 * 1024, max_value_bytes=keys.MAX_RECORD_BYTES)
+LIMITS = BucketLimits(max_bytes=256 * 1024 * 1024, max_value_bytes=keys.MAX_RECORD_BYTES)
 _MAX_FILE_BYTES = 64 * 1024 * 1024
 _PRIVATE = 0o600
 _OTHERS = 0o077
@@ -94,7 +94,7 @@ class BucketKeys:
 
     async def create(self) -> None:
         with _failing():
-            await self.bucket.create(_LIMITS)
+            await self.bucket.create(LIMITS)
 
     async def load(self) -> LoadedKeys:
         with _failing():

@@ -8,7 +8,7 @@ from tokenbus.protocol.access.usage import UsageQuery, UsageRow, UsageSum
 from tokenbus.protocol.bus.bucket import Bucket, BucketLimits, Entry
 
 BUCKET = "usage"
-_LIMITS = BucketLimits(max_bytes=256 * 1024 * 1024)
+LIMITS = BucketLimits(max_bytes=256 * 1024 * 1024)
 _DAY_S = 86_400.0
 
 
@@ -30,7 +30,7 @@ class UsageStore:
     async def create(self, num_days: int) -> None:
         """Makes the bucket unless it is there, and has it keep entries for so many days. Raises BucketError."""
         max_age_s = num_days * _DAY_S
-        await self.bucket.create(_LIMITS._replace(max_age_s=max_age_s))
+        await self.bucket.create(LIMITS._replace(max_age_s=max_age_s))
         await self.bucket.set_max_age(max_age_s)
 
     async def read_day(self, day: str, query: UsageQuery) -> list[Entry]:
