@@ -6,9 +6,8 @@ import shutil
 import sys
 
 from tokenbus.cli.console import catalog, config, needs
-from tokenbus.cli.console.flags import Parser, UsageError, did_you_mean
+from tokenbus.cli.console.flags import EXIT_BAD_SETTINGS, Parser, UsageError, did_you_mean
 from tokenbus.cli.console.plain_text import printable
-from tokenbus.cli.console.supervisor import EXIT_BAD_SETTINGS
 from tokenbus.protocol import extras
 
 _EXIT_BROKEN_PIPE = 141

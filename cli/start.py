@@ -10,7 +10,10 @@ def main() -> None:
         from tokenbus.cli.commands import health  # the rest takes a second of CPU, and containers run this all the time
 
         sys.exit(health.main(sys.argv[2:]))
-    import tokenbus.protocol.process.lean_imports  # isort: skip  # noqa: F401  # before structlog
+    from tokenbus.cli.console import needs
+
+    if sys.argv[1:2] and sys.argv[1] in {*needs.EXTRAS, "doctor"}:  # the others hardly ever log
+        import tokenbus.protocol.process.lean_imports  # noqa: F401  # before structlog
     from tokenbus.cli import main
 
     main.main()

@@ -9,7 +9,7 @@ import time
 
 import msgspec
 
-from tokenbus.cli.console import arguments, connection_flags, moments
+from tokenbus.cli.console import arguments, connection_flags, moments, session
 from tokenbus.cli.console.arguments import ArgumentType
 from tokenbus.cli.console.flags import Parser
 from tokenbus.cli.console.plain_text import printable
@@ -19,7 +19,6 @@ from tokenbus.protocol.access.audit import AuditRecord
 from tokenbus.protocol.access.audit_log import AuditLog, StoredRecord
 from tokenbus.protocol.bus import connection as nats
 from tokenbus.protocol.bus.bucket import BucketError, BucketMissingError
-from tokenbus.protocol.telemetry import logs
 from tokenbus.protocol.wire import subjects
 
 _CONNECT_TIMEOUT_S = 2.0
@@ -61,7 +60,7 @@ def add_flags(parser: Parser) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    logs.log_errors_only()
+    session.log_errors_only()
     try:
         asyncio.run(_show(options))
     except BrokenPipeError:

@@ -24,7 +24,7 @@ from tokenbus.protocol import extras
 from tokenbus.protocol.bus import connection as nats
 from tokenbus.protocol.bus import ping_probe
 from tokenbus.protocol.process.cores import usable_cores
-from tokenbus.protocol.telemetry import logs
+from tokenbus.protocol.telemetry import log_variables
 from tokenbus.protocol.wire import errors, messages
 from tokenbus.worker.contract import contract
 from tokenbus.worker.contract.engine_errors import ModelError
@@ -80,7 +80,7 @@ def _inspect(options: argparse.Namespace) -> int:
         return 1
     from tokenbus.cli.console import inspection  # needs what a worker needs, and `doctor` may run without it
 
-    logs.log_errors_only()
+    session.log_errors_only()
     return inspection.show(model_names.located(options.model))
 
 
@@ -89,7 +89,7 @@ async def _run(options: argparse.Namespace) -> int:
     model without an installed worker."""
     if options.model:
         extras.require("worker-core", "doctor --model")
-    logs.log_errors_only()
+    session.log_errors_only()
     bad = []
     async for finding in _all_findings(options):
         if finding.mark == "bad":
@@ -291,7 +291,7 @@ async def check_engine(model: str) -> AsyncIterator[Finding]:
     from tokenbus.worker.engine_client.client import EngineClient
     from tokenbus.worker.engine_client.engine_process import EngineDiedError, EngineProcess
 
-    process = EngineProcess({logs.LEVEL_VARIABLE: "error"})
+    process = EngineProcess({log_variables.LEVEL_VARIABLE: "error"})
     engine = EngineClient(lambda: process.open(EngineSettings(model=model)), max_waiting=0)
     try:
         config = await engine.start("doctor")

@@ -6,9 +6,8 @@ from collections.abc import Callable
 
 from tokenbus.cli.console import text_table
 from tokenbus.cli.console.download_screen import DownloadScreen, start_of_line
-from tokenbus.cli.console.flags import did_you_mean
+from tokenbus.cli.console.flags import EXIT_BAD_SETTINGS, did_you_mean
 from tokenbus.cli.console.session import EXIT_INTERRUPTED, print_error
-from tokenbus.cli.console.supervisor import EXIT_BAD_SETTINGS
 from tokenbus.worker.contract.engine_errors import ModelError
 from tokenbus.worker.files import transfer
 from tokenbus.worker.models import catalog, folders, packaged

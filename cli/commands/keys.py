@@ -13,7 +13,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
-from tokenbus.cli.console import arguments, audit_flags, connection_flags, key_flags, key_table, moments
+from tokenbus.cli.console import arguments, audit_flags, connection_flags, key_flags, key_table, moments, session
 from tokenbus.cli.console.arguments import ArgumentType
 from tokenbus.cli.console.flags import Parser, UsageError
 from tokenbus.cli.console.plain_text import printable
@@ -28,7 +28,6 @@ from tokenbus.protocol.access.keys import KeyLimits, KeyRecord, Role
 from tokenbus.protocol.bus import connection as nats
 from tokenbus.protocol.bus.bucket import BucketError, BucketMissingError, BucketOfflineError
 from tokenbus.protocol.bus.connection import Connection
-from tokenbus.protocol.telemetry import logs
 from tokenbus.protocol.wire import errors, limits, subjects
 
 _CONNECT_TIMEOUT_S = 2.0
@@ -135,7 +134,7 @@ def _run(prog: str, options: argparse.Namespace, of_actions: Sequence[Any]) -> i
             text = "is a whole key with its secret, which others can read in the list of processes: pass its id only"
             raise UsageError(prog, f"the argument {text}, {keys.id_of(one)}")
     options.audit = audit_flags.is_wanted(prog, options)
-    logs.log_errors_only()
+    session.log_errors_only()
     action = _ACTIONS[options.do](options)
     try:
         return asyncio.run(_with_store(options, action))

@@ -26,11 +26,11 @@ from tokenbus.cli.console import (
     state,
     store_room,
 )
-from tokenbus.cli.console.flags import Parser, command_line, dest_of, text_of
+from tokenbus.cli.console.flags import EXIT_BAD_SETTINGS, Parser, command_line, dest_of, text_of
 from tokenbus.cli.console.instructions import SystemAddresses
 from tokenbus.cli.console.run_logs import RunLogs
 from tokenbus.cli.console.session import print_error
-from tokenbus.cli.console.supervisor import EXIT_BAD_SETTINGS, ProcessSupervisor, StartError, end_of
+from tokenbus.cli.console.supervisor import ProcessSupervisor, StartError, end_of
 from tokenbus.client.wire.wire_client import WireClient
 from tokenbus.demo import MODEL_PATH, ONNX_PATH
 from tokenbus.gateway.admission import keys

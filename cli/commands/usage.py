@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from tokenbus.cli.console import arguments, connection_flags, text_table
+from tokenbus.cli.console import arguments, connection_flags, session, text_table
 from tokenbus.cli.console.arguments import ArgumentType
 from tokenbus.cli.console.flags import Parser, UsageError
 from tokenbus.cli.console.plain_text import printable
@@ -19,7 +19,6 @@ from tokenbus.protocol.access.usage import Counts, Dimension, UsageQuery, UsageR
 from tokenbus.protocol.access.usage_store import BUCKET, UsageReport, UsageStore
 from tokenbus.protocol.bus import connection as nats
 from tokenbus.protocol.bus.bucket import Bucket, BucketError, BucketMissingError, bucket_name
-from tokenbus.protocol.telemetry import logs
 from tokenbus.protocol.wire import subjects
 
 _CONNECT_TIMEOUT_S = 2.0
@@ -70,7 +69,7 @@ def _run(prog: str, options: argparse.Namespace) -> int:
         raise UsageError(prog, f"--from and --to: {error}") from error
     key = "" if options.key == _NO_KEY else options.key
     query = UsageQuery(first, last, options.group_by, options.tenant, key, options.model)
-    logs.log_errors_only()
+    session.log_errors_only()
     try:
         report = asyncio.run(_read(options, query))
     except BrokenPipeError:

@@ -22,8 +22,7 @@ from tokenbus.cli.console.arguments import (
     text,
     whole,
 )
-from tokenbus.cli.console.flags import Flag, Parser, fields_of
-from tokenbus.cli.console.supervisor import EXIT_BAD_SETTINGS
+from tokenbus.cli.console.flags import EXIT_BAD_SETTINGS, Flag, Parser, fields_of
 from tokenbus.protocol.process.cores import usable_cores
 from tokenbus.protocol.telemetry import logs
 from tokenbus.protocol.wire import codec, messages, subjects

@@ -20,8 +20,7 @@ from typing import Any, NamedTuple
 
 from tokenbus.cli.console.flags import Flag, Parser, did_you_mean, text_of
 from tokenbus.gateway.admission import keys
-from tokenbus.protocol.bus.connection import redact_url
-from tokenbus.protocol.telemetry import logs
+from tokenbus.protocol.telemetry import log_variables
 
 SECTIONS = ("worker", "router", "gateway", "auth")
 """The commands that read settings, each from its own table."""
@@ -31,8 +30,8 @@ _NATS = "nats"
 _PREFIX = "TOKENBUS_"
 _OTHER_VARIABLES = (
     FILE_VARIABLE,
-    logs.LEVEL_VARIABLE,
-    logs.FORMAT_VARIABLE,
+    log_variables.LEVEL_VARIABLE,
+    log_variables.FORMAT_VARIABLE,
     keys.VARIABLE,
     "TOKENBUS_NATS_PASSWORD",
     "TOKENBUS_NATS_TOKEN",
@@ -225,6 +224,8 @@ def api_keys() -> list[str]:
 
 def show(parser: Parser, section: str, settings: Mapping[str, Origin]) -> str:
     """Returns a command's settings in the form of a file, with the source of each in a comment."""
+    from tokenbus.protocol.bus.connection import redact_url  # slow
+
     lines = [f"[{section}]"]
     for name, (_, source, written) in settings.items():
         text = _toml(redact_url(written) if name in _URLS and isinstance(written, str) else written)

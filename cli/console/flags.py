@@ -21,6 +21,10 @@ _ONE_OF = re.compile("one of the arguments (.+) is required")
 _NEGATIVE = re.compile(r"^-\.?\d")
 
 
+EXIT_BAD_SETTINGS = 2
+"""Exit status of a process whose settings or model are wrong: it would fail again if it were restarted."""
+
+
 class UsageError(ValueError):
     """A mistake on the command line. `prog` is the command that it is for, such as `tokenbus worker`."""
 

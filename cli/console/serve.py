@@ -11,11 +11,10 @@ import structlog
 
 from tokenbus.cli.console import connection_flags
 from tokenbus.cli.console.arguments import COUNT, FILE, INTERVAL, PORTS, URL, one_of, text
-from tokenbus.cli.console.flags import Flag, Parser
-from tokenbus.cli.console.supervisor import EXIT_BAD_SETTINGS
+from tokenbus.cli.console.flags import EXIT_BAD_SETTINGS, Flag, Parser
 from tokenbus.protocol import tasks
 from tokenbus.protocol.process import signals
-from tokenbus.protocol.telemetry import logs, long_waits, status
+from tokenbus.protocol.telemetry import log_variables, logs, long_waits, status
 from tokenbus.protocol.wire import subjects
 from tokenbus.worker.contract.engine_errors import ModelError, ModelTooLargeError
 
@@ -47,7 +46,7 @@ def add_flags(parser: Parser, *logged: Flag) -> None:
     flag("--metrics-host", text("ADDRESS"), "address of that port", page.host)
     flag("--metrics-fd", COUNT, "serve them on this inherited socket instead of --metrics-port")
     flag.add(TRACES)
-    level, form = logs.LEVEL_VARIABLE, logs.FORMAT_VARIABLE
+    level, form = log_variables.LEVEL_VARIABLE, log_variables.FORMAT_VARIABLE
     flag("--log-level", one_of(*logs.LEVELS), "lowest that is logged", unset="info", variable=level, reloads=True)
     unset = "json, or console on a terminal"
     flag("--log-format", one_of(*logs.FORMATS), "JSON, or text for people", unset=unset, variable=form)

@@ -8,11 +8,10 @@ from collections.abc import Awaitable, Callable
 import msgspec
 
 from tokenbus.cli.console import arguments, connection_flags
-from tokenbus.cli.console.flags import Flag
+from tokenbus.cli.console.flags import EXIT_BAD_SETTINGS, Flag
 from tokenbus.cli.console.plain_text import printable
-from tokenbus.cli.console.supervisor import EXIT_BAD_SETTINGS
 from tokenbus.client.wire.wire_client import WireClient
-from tokenbus.protocol.telemetry import logs
+from tokenbus.protocol import late_logger
 from tokenbus.protocol.wire import errors
 
 MODEL = Flag("--model -m", arguments.NAME, "the served model", unset="the only one that can do it")
@@ -22,9 +21,21 @@ _DENIED = "permissions violation"
 """In the broker's error where its permissions forbid a subject, in small letters."""
 
 
+def log_errors_only() -> None:
+    """Has only errors logged, to standard error, if there are any."""
+    late_logger.configure_first(_log_errors_only)
+
+
+def _log_errors_only() -> None:
+    import tokenbus.protocol.process.lean_imports  # isort: skip  # noqa: F401  # before structlog
+    from tokenbus.protocol.telemetry import logs
+
+    logs.log_errors_only()
+
+
 def with_client(options: argparse.Namespace, command: Callable[[WireClient], Awaitable[int]]) -> int:
     """Runs a command with a connected client and returns its exit status."""
-    logs.log_errors_only()
+    log_errors_only()
     try:
         settings = connection_flags.settings_of(options, _CONNECT_TIMEOUT_S)
     except ValueError as error:

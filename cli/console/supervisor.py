@@ -12,12 +12,10 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
+from tokenbus.cli.console.flags import EXIT_BAD_SETTINGS
 from tokenbus.cli.console.plain_text import printable
 from tokenbus.protocol import tasks
 from tokenbus.protocol.process.parent import end_with_parent
-
-EXIT_BAD_SETTINGS = 2
-"""Exit status of a process whose settings or model are wrong: it would fail again if it were restarted."""
 
 _MAX_LAST_WORDS = 65_536
 """Bytes at the end of a log among which a process's reason to exit is sought."""

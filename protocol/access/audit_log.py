@@ -12,10 +12,9 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, NamedTuple
 
-import structlog
 from nats.js import api
 
-from tokenbus.protocol import tasks
+from tokenbus.protocol import late_logger, tasks
 from tokenbus.protocol.access import audit
 from tokenbus.protocol.access.audit import AuditKind, AuditRecord
 from tokenbus.protocol.bus.bucket import BucketError, BucketMissingError, StreamContents, bucket_name
@@ -109,7 +108,7 @@ class AuditWriter:
         self._is_failing = False
         self._is_made = False
         self._added = asyncio.Event()
-        self._log = structlog.get_logger()
+        self._log = late_logger.get_logger()
 
     def __repr__(self) -> str:
         return f"<AuditWriter {len(self)} queued>"

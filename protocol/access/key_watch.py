@@ -7,9 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-import structlog
 from nats.aio.msg import Msg
 
+from tokenbus.protocol import late_logger
 from tokenbus.protocol.access.key_ring import KeyRing
 from tokenbus.protocol.access.key_stores import FileKeys, KeyStoreError, LoadedKeys, loaded
 from tokenbus.protocol.access.keys import KeyRecord
@@ -43,7 +43,7 @@ class KeyWatch:
         self._changed = asyncio.Event()
         self._problems: dict[str, str] = {}
         self._is_failing = False
-        self._log = structlog.get_logger()
+        self._log = late_logger.get_logger()
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.ring!r}>"

@@ -9,8 +9,7 @@ import contextlib
 import time
 from typing import Any
 
-import structlog
-
+from tokenbus.protocol import late_logger
 from tokenbus.protocol.bus.nats_client import OPTIONS, HardenedClient
 from tokenbus.protocol.bus.settings import BusSettings
 
@@ -62,4 +61,4 @@ async def warn_if_slow(settings: BusSettings) -> None:
     interval_s = await ping_interval_s(settings)
     if interval_s is None or interval_s > LIMIT_S:
         found = None if interval_s is None else round(interval_s, 1)
-        structlog.get_logger().warning("broker_drops_late", ping_interval_s=found)
+        late_logger.get_logger().warning("broker_drops_late", ping_interval_s=found)

@@ -10,9 +10,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from types import FrameType
 from typing import Any, TypeVar
 
-import structlog
-
-from tokenbus.protocol import tasks
+from tokenbus.protocol import late_logger, tasks
 
 T = TypeVar("T")
 
@@ -116,7 +114,7 @@ def on_hangup(read_settings: Callable[[], Settings], apply: Apply[Settings]) -> 
 
 
 async def _reload(requested: asyncio.Event, read_settings: Callable[[], Settings], apply: Apply[Settings]) -> None:
-    log = structlog.get_logger()
+    log = late_logger.get_logger()
     while True:
         await requested.wait()
         requested.clear()  # before reading: a signal that arrives during the reload must trigger another one

@@ -16,14 +16,14 @@ from typing import NamedTuple, TextIO, cast
 import msgspec
 import structlog
 
+from tokenbus.protocol.telemetry.log_variables import FORMAT_VARIABLE, LEVEL_VARIABLE
+
 LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 FORMATS = ("json", "console")
 MAX_LINES_PER_S = 20
 """Warnings and errors per second with the same event: thousands of clients, or a hostile one, can cause many more."""
 _NEVER_DROPPED = frozenset({"control"})
 """Operators' commands, which are always logged."""
-LEVEL_VARIABLE = "TOKENBUS_LOG"
-FORMAT_VARIABLE = "TOKENBUS_LOG_FORMAT"
 
 
 class LevelFilter:

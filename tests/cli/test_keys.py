@@ -13,6 +13,7 @@ import structlog
 from tokenbus.cli import main
 from tokenbus.cli.console import key_table
 from tokenbus.cli.console.flags import UsageError
+from tokenbus.protocol import late_logger
 from tokenbus.protocol.access import keys
 from tokenbus.protocol.access.keys import KeyRecord
 
@@ -38,6 +39,7 @@ class Commands:
 def run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[Commands]:
     yield Commands(tmp_path / "keys.json", capsys)
     structlog.reset_defaults()  # the command has configured this process's log
+    late_logger.configure_first(None)
 
 
 def shown(run: Commands, key: str) -> dict[str, object]:

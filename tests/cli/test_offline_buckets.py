@@ -13,6 +13,7 @@ from tests.support.cluster import Cluster
 from tokenbus.cli import main
 from tokenbus.cli.commands import doctor
 from tokenbus.cli.commands.doctor import Finding
+from tokenbus.protocol import late_logger
 from tokenbus.protocol.access.key_stores import BucketKeys, KeyStoreError
 from tokenbus.protocol.bus.bucket import Bucket
 from tokenbus.protocol.bus.connection import BusSettings, Connection, connect
@@ -26,6 +27,7 @@ async def cluster(tmp_path: Path) -> AsyncIterator[Cluster]:
     yield cluster
     cluster.stop()
     structlog.reset_defaults()  # commands have configured this process's log
+    late_logger.configure_first(None)
 
 
 async def made_by_hand(connection: Connection, num_copies: int) -> None:

@@ -270,9 +270,9 @@ CATALOG = (
 )
 
 
-def imported_by(code: str) -> set[str]:
+def imported_by(code: str, before: str = "tokenbus.protocol.process.lean_imports") -> set[str]:
     """Returns the modules that a new process has imported after running `code`, ours without `tokenbus.`."""
-    whole = f"import sys; import tokenbus.protocol.process.lean_imports; {code}; print(*sys.modules)"
+    whole = f"import sys, {before}; {code}; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", whole], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     return {module.removeprefix("tokenbus.") for module in done.stdout.split()}
@@ -295,6 +295,25 @@ def test_a_process_imports_nothing_that_it_does_not_use(modules: str, unused: se
 def test_no_command_waits_for_an_engine_or_a_web_server_before_it_has_read_its_flags() -> None:
     heavy = {"llama_cpp", "onnx", "onnxruntime", "uvicorn", "starlette", "huggingface_hub", "torch"}
     assert not imported_by(f"{CATALOG} catalog.COMMANDS]") & heavy
+
+
+def test_neither_help_nor_a_command_that_only_asks_waits_for_what_it_hardly_ever_needs() -> None:
+    assert not imported_by("from tokenbus.cli import main", "os") & {"structlog", "nats", "asyncio"}
+    asking = (
+        "generate",
+        "embed",
+        "rerank",
+        "models",
+        "chat",
+        "top",
+        "keys",
+        "usage",
+        "audit",
+        "load",
+        "unload",
+        "trace",
+    )
+    assert "structlog" not in imported_by(f"{CATALOG} {asking}]", "os")
 
 
 def test_a_command_that_only_asks_waits_for_nothing_that_serves_or_measures() -> None:

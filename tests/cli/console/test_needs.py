@@ -7,6 +7,7 @@ import pytest
 import structlog
 
 from tokenbus.cli import main
+from tokenbus.protocol import late_logger
 
 
 @pytest.fixture(autouse=True)
@@ -14,6 +15,7 @@ def logs_as_before() -> Iterator[None]:
     """Commands set up logging for their process."""
     yield
     structlog.reset_defaults()
+    late_logger.configure_first(None)
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:

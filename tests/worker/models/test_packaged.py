@@ -18,8 +18,8 @@ import pytest
 from tests.support import package_index
 from tests.support.package_index import LICENSE, WEIGHTS
 from tokenbus.cli.console import model_names
+from tokenbus.cli.console.flags import EXIT_BAD_SETTINGS
 from tokenbus.cli.console.session import EXIT_INTERRUPTED
-from tokenbus.cli.console.supervisor import EXIT_BAD_SETTINGS
 from tokenbus.cli.main import main
 from tokenbus.worker.contract.engine_errors import ModelError
 from tokenbus.worker.files import model_files

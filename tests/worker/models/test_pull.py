@@ -17,7 +17,7 @@ from tests.support import hub_server
 from tests.support.hub_server import HubServer
 from tests.support.system import command
 from tokenbus.cli.console import nats_server
-from tokenbus.cli.console.supervisor import EXIT_BAD_SETTINGS
+from tokenbus.cli.console.flags import EXIT_BAD_SETTINGS
 from tokenbus.client.wire.wire_client import WireClient
 from tokenbus.protocol.wire import internal
 from tokenbus.protocol.wire.subjects import WorkerAddress
