@@ -38,9 +38,11 @@ async def test_a_tenant_s_limits_hold_for_it_and_for_nobody_else(system: System)
     assert (await bare.ask(short, subject=f"{PREFIX}.generate.demo.acme")).text == " 42"
     for tenant in ("slow", "wordy"):
         fields = short | ({"max_tokens": 60} if tenant == "wordy" else {})
-        assert (await bare.ask(fields, subject=f"{PREFIX}.generate.demo.{tenant}")).terminals[0][
-            "finish_reason"
-        ] != "error"
-        refused = (await bare.ask(fields, subject=f"{PREFIX}.generate.demo.{tenant}")).terminals[0]["error"]
-        assert refused["code"] == "overloaded"
-        assert 1_000 < refused["retry_after_ms"] <= 100_000
+        asked = [await bare.ask(fields, subject=f"{PREFIX}.generate.demo.{tenant}") for _ in range(4)]
+        first, *later = [one.terminals[0] for one in asked]
+        assert first["finish_reason"] != "error"
+        refused = [one["error"] for one in later if one["finish_reason"] == "error"]
+        assert len(refused) >= 2  # in the next four seconds there is room for the beginning of another one
+        for error in refused:
+            assert error["code"] == "overloaded"
+            assert 0 < error["retry_after_ms"] <= 100_000
