@@ -306,6 +306,8 @@ async def check_engine(model: str) -> AsyncIterator[Finding]:
         parts = ", ".join(f"{part.replace('_', ' ')} {mib(size)}" for part, size in config.memory.parts().items())
         total, tokens = mib(config.memory.planned_bytes), config.kv_tokens
         yield Finding("ok", f"it plans to take {total} ({parts}), with KV memory for {tokens:,} tokens")
+    if config.slow_weights:
+        yield Finding("note", config.slow_weights)
     if config.embeddings is not None:
         yield Finding("ok", f"it makes embeddings: {config.embeddings}")
     if config.kv_lane_bytes:

@@ -1,4 +1,5 @@
-"""Shows how a model writes reasoning and tool calls, according to its chat template."""
+"""Shows how a model writes reasoning and tool calls, according to its chat template, and whether its weights are of a
+type that this processor is slow with."""
 
 import sys
 
@@ -13,29 +14,29 @@ from tokenbus.worker.models import registry
 
 
 def show(model: str) -> int:
-    """Prints what is known of a model's format; returns 1 if the model can't be read."""
+    """Prints what is known of a model's format and type; returns 1 if the model can't be read."""
     try:
-        rules = _read_rules(model)
+        rules, slow_weights = _read(model)
     except ModelError as error:
         print(f"tokenbus: {error}", file=sys.stderr)
         return 1
     found = features.infer_chat_format(rules)
-    print("\n\n".join(_report(rules, found)))
+    print("\n\n".join([*_report(rules, found), *filter(None, [slow_weights])]))
     return 0
 
 
-def _read_rules(model: str) -> tokenizer_bundle.PromptRules:
-    """Raises ModelError."""
+def _read(model: str) -> tuple[tokenizer_bundle.PromptRules, str]:
+    """Returns the rules for a model's prompts, and what it says of slow weights. Raises ModelError."""
     registry.check(model)
     files = registry.find(model, lambda _: None)
     # Imported here, because each of these loads a large library.
     if files.weights.suffix == ".gguf":
-        from tokenbus.worker.engine.gguf.model import read_rules
+        from tokenbus.worker.engine.gguf.model import read_rules, slow_weights
 
-        return read_rules(files.weights)
+        return read_rules(files.weights), slow_weights(files.weights)
     from tokenbus.worker.tokenizers.onnx_tokenizer import OnnxTokenizer
 
-    return OnnxTokenizer(files.sidecars, None, str(files.weights)).rules
+    return OnnxTokenizer(files.sidecars, None, str(files.weights)).rules, ""
 
 
 def _report(rules: tokenizer_bundle.PromptRules, found: ChatFormat | None) -> list[str]:

@@ -45,6 +45,15 @@ def write_demo(folder: Path, *, shards: int = 1) -> Path:
     return folder
 
 
+def write_bf16(folder: Path, *, spoiled: float | None = None) -> None:
+    """Rewrites the weights of the demo model's folder in BF16, one of them perhaps as a number that F16 can't hold."""
+    floats = {name: data.astype(np.float32) for name, data in demo_tensors().items()}
+    if spoiled is not None:
+        floats["model.embed_tokens.weight"][-1, -1] = spoiled
+    brains = {name: (data.view(np.uint32) >> 16).astype(np.uint16) for name, data in floats.items()}
+    write(folder / "model.safetensors", brains)
+
+
 def demo_tensors() -> dict[str, Array]:
     """Returns the demo model's tensors by the names of transformers."""
     found = {}

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TextIO
 
@@ -18,8 +18,9 @@ from huggingface_hub import constants
 
 from tokenbus.protocol.process.child_environment import child_environment
 from tokenbus.worker.contract.engine_errors import ModelError
+from tokenbus.worker.convert import safetensors
 from tokenbus.worker.convert.process import STALL_S, ConversionReport, Job
-from tokenbus.worker.files import model_files, transfer
+from tokenbus.worker.files import gguf_metadata, model_files, transfer
 from tokenbus.worker.files.layouts import SAFETENSORS_SUFFIX, SafetensorsLayout
 from tokenbus.worker.files.model_files import ModelFiles, source_name
 from tokenbus.worker.files.regular import open_regular
@@ -34,6 +35,7 @@ TYPES = (
 )
 """The types that `--quantize` takes: those that llama.cpp makes without an importance matrix."""
 DEFAULT_TYPE = "f16"
+"""The type that every processor computes well; what is faster on one shares its fingerprint."""
 _VERSION = 1
 """Raise this when conversions change."""
 _POLL_S = 0.5
@@ -69,28 +71,75 @@ def remove(name: str) -> int:
     return size
 
 
+def published_type(files: ModelFiles) -> str:
+    """Returns the type of a model's matrices: f32, f16 or bf16; empty if they are of several. Raises ModelError."""
+    tensors = safetensors.read(_parts(files)).values()
+    types = {tensor.dtype.lower() for tensor in tensors if len(tensor.shape) > 1}
+    return types.pop() if len(types) == 1 else ""
+
+
 def convert(model: str, files: ModelFiles, kind: str, threads: int, progress: Callable[[float], None]) -> ModelFiles:
     """Returns the GGUF of a model in safetensors, with the same sidecars, converting it if necessary.
 
     `progress` is called with the share done. Raises ModelError, saying what to do, if it can't be converted."""
-    parts = [files.weights.with_name(name) for name in SafetensorsLayout().parts_of(files.weights.name)]
+    job, target = _plan(model, files, kind, threads)
+    with _locked(target, progress):
+        if not target.exists():
+            _check_space(_parts(files), kind, target.parent)
+            structlog.get_logger().info("converting_model", path=str(target), file=str(files.weights))
+            _run(job, progress)
+            Path(job.output).rename(target)
+    return ModelFiles(target, files.sidecars)
+
+
+def convert_as_default(
+    model: str, files: ModelFiles, kind: str, threads: int, progress: Callable[[float], None]
+) -> ModelFiles:
+    """Does the same for a type that the processor has chosen. It gets the fingerprint of the default type, so that it
+    makes one fleet with workers on other processors. Only for types that hold the same numbers."""
+    made = convert(model, files, kind, threads, progress)
+    if kind == DEFAULT_TYPE:
+        return made
+    job, target = _plan(model, files, DEFAULT_TYPE, threads)
+    note = target.with_suffix(".fingerprint")
+    with _locked(target, progress):
+        if not note.exists():
+            if target.exists():
+                digest = gguf_metadata.read_sizes(target).fingerprint
+            else:
+                _run(msgspec.structs.replace(job, is_sampled=True), progress)
+                digest = gguf_metadata.read_sizes(Path(job.output)).fingerprint
+                Path(job.output).unlink()
+            partial = note.with_suffix(".partial")
+            partial.write_text(digest)
+            partial.rename(note)
+        return made._replace(fingerprint=note.read_text())
+
+
+def _parts(files: ModelFiles) -> list[Path]:
+    return [files.weights.with_name(name) for name in SafetensorsLayout().parts_of(files.weights.name)]
+
+
+def _plan(model: str, files: ModelFiles, kind: str, threads: int) -> tuple[Job, Path]:
+    """Returns a conversion, and the name of its file once it is complete."""
+    parts = _parts(files)
     name = source_name(model).rpartition("/")[2].partition(":")[0].removesuffix(SAFETENSORS_SUFFIX)
     target = folder() / f"{name}-{_fingerprint(parts, files.sidecars)}-{kind.upper()}.gguf"
+    sidecars = {key: str(path) for key, path in files.sidecars.items()}
+    return Job(name, list(map(str, parts)), sidecars, kind, threads, str(target.with_suffix(".incomplete"))), target
+
+
+@contextlib.contextmanager
+def _locked(target: Path, progress: Callable[[float], None]) -> Iterator[None]:
+    """Lets no other process make the same file meanwhile. Raises ModelError if the folder can't be used."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with target.with_suffix(".lock").open("w") as lock:
             _lock(lock, progress)
-            if not target.exists():
-                partial = target.with_suffix(".incomplete")
-                _check_space(parts, kind, target.parent)
-                structlog.get_logger().info("converting_model", path=str(target), file=str(files.weights))
-                sidecars = {key: str(path) for key, path in files.sidecars.items()}
-                _run(Job(name, list(map(str, parts)), sidecars, kind, threads, str(partial)), progress)
-                partial.rename(target)
+            yield
     except OSError as error:
         problem = f"{target.parent}: {error.strerror or error}"
         raise ModelError(f"{problem}; pass --hub-cache with a folder that this user may write to") from error
-    return ModelFiles(target, files.sidecars)
 
 
 def _lock(file: TextIO, progress: Callable[[float], None]) -> None:
@@ -148,7 +197,7 @@ def _fingerprint(parts: list[Path], sidecars: dict[str, Path]) -> str:
 def _check_space(parts: list[Path], kind: str, where: Path) -> None:
     """Raises ModelError if the disk is too small: a quantized file is made from a plain one of the published size."""
     published = sum(path.stat().st_size for path in parts)
-    needed = 2 * published if kind != DEFAULT_TYPE else published
+    needed = published if kind in (DEFAULT_TYPE, "bf16") else 2 * published
     free = shutil.disk_usage(where).free
     if needed > free:
         problem = f"needs {transfer.size(needed)} for its conversion, where {transfer.size(free)} are free"

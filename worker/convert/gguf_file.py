@@ -1,6 +1,8 @@
 """Writes a GGUF file from memory-mapped tensors, a few rows at a time."""
 
 import math
+import os
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -16,7 +18,7 @@ from tokenbus.worker.convert.config import SafetensorsConfig
 from tokenbus.worker.convert.encoder import EncoderConfig, Words
 from tokenbus.worker.convert.safetensors import Tensor
 from tokenbus.worker.convert.vocabulary import Vocabulary
-from tokenbus.worker.files import model_config
+from tokenbus.worker.files import gguf_metadata, model_config
 
 Array = npt.NDArray[Any]
 _CHUNK_VALUES = 4 << 20
@@ -40,9 +42,12 @@ def write(
     tensors: list[PlannedTensor],
     progress: Callable[[float], None],
     factors: Array | None = None,
+    is_sampled: bool = False,
 ) -> None:
     """Writes the file with its matrices as `kind`. `architecture` is llama.cpp's name for it, and `factors` slow down
-    rotations. Raises ModelError for values that the type can't hold."""
+    rotations. If it `is_sampled`, only what its fingerprint is made of is written, and the rest stays a hole.
+
+    Raises ModelError for values that the type can't hold, unless it is sampled."""
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_name(name)
     writer.add_file_type(_KINDS[kind][1])
@@ -55,20 +60,42 @@ def write(
         writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), num_bytes, quantization)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
+    metadata_end = os.path.getsize(path)
     writer.write_ti_data_to_file()
     writer.close()
     total, done = sum(math.prod(tensor.shape) for tensor in tensors), 0
-    with path.open("ab") as file:
+    with path.open("r+b") as file:
+        file.seek(0, os.SEEK_END)
         _pad(file)
         if factors is not None:
             file.write(factors.tobytes())
             _pad(file)
+        size = file.tell() + sum(_padded_bytes(tensor, kind) for tensor in tensors)
+        samples = gguf_metadata.sample_starts(metadata_end, size) if is_sampled else None
         for tensor in tensors:
-            for chunk in _chunks(tensor, kind if tensor.is_matrix else "f32"):
-                file.write(np.ascontiguousarray(chunk).data)
+            own = kind if tensor.is_matrix else "f32"
+            for source, chunk in _chunks(tensor):
+                num_bytes = chunk.size * _KINDS[own][2]
+                if samples is None or _is_sampled(file.tell(), num_bytes, samples):
+                    rows = _encode(chunk, source, own, tensor.change, is_checked=samples is None)
+                    file.write(np.ascontiguousarray(rows).data)
+                else:
+                    file.seek(num_bytes, os.SEEK_CUR)
                 done += chunk.size
                 progress(done / total)
             _pad(file)
+        file.truncate()  # a hole may be last
+
+
+def _padded_bytes(tensor: PlannedTensor, kind: str) -> int:
+    num_bytes = math.prod(tensor.shape) * _KINDS[kind if tensor.is_matrix else "f32"][2]
+    return num_bytes + -num_bytes % gguf.GGUF_DEFAULT_ALIGNMENT
+
+
+def _is_sampled(start: int, num_bytes: int, samples: list[int]) -> bool:
+    """Whether any of the samples, which begin at these places in order, has some of these bytes."""
+    after = bisect_left(samples, start + num_bytes)
+    return after > 0 and samples[after - 1] + gguf_metadata.SAMPLE_BYTES > start
 
 
 def add_metadata(
@@ -182,17 +209,17 @@ def rope_factors(config: SafetensorsConfig) -> Array | None:
     return np.where(short, 1.0, np.where(long, rope.factor, between)).astype(np.float32)
 
 
-def _chunks(tensor: PlannedTensor, kind: str) -> Iterator[Array]:
+def _chunks(tensor: PlannedTensor) -> Iterator[tuple[Tensor, Array]]:
     for source in tensor.sources:
         rows = source.rows()
         order = tensor.rows
         step = max(1, _CHUNK_VALUES // rows.shape[1])
         for start in range(0, rows.shape[0] if order is None else len(order), step):
             chunk = rows[start : start + step] if order is None else rows[order[start : start + step]]
-            yield _encode(chunk if tensor.columns is None else chunk[:, tensor.columns], source, kind, tensor.change)
+            yield source, chunk if tensor.columns is None else chunk[:, tensor.columns]
 
 
-def _encode(rows: Array, source: Tensor, kind: str, change: TensorChange) -> Array:
+def _encode(rows: Array, source: Tensor, kind: str, change: TensorChange, *, is_checked: bool) -> Array:
     if source.dtype.lower() == kind and change is TensorChange.NONE:
         return rows
     floats = _changed(safetensors.to_float32(rows, source.dtype), change)
@@ -202,7 +229,7 @@ def _encode(rows: Array, source: Tensor, kind: str, change: TensorChange) -> Arr
         bits = floats.view(np.uint32)
         return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
     try:
-        with np.errstate(over="raise"):
+        with np.errstate(over="raise" if is_checked else "ignore"):
             return floats.astype(np.float16)
     except FloatingPointError as error:
         raise ModelError(f"{source.path}: has values too large for f16; pass --quantize bf16 or q8_0") from error

@@ -42,6 +42,8 @@ class Job(msgspec.Struct, frozen=True):
     threads: int
     output: str
     """The file to write, which must not be visible to others before it is complete."""
+    is_sampled: bool = False
+    """Whether only that of it is to be written of which its fingerprint is made."""
 
 
 class ConversionReport(msgspec.Struct, frozen=True):
@@ -84,7 +86,7 @@ def convert(job: Job) -> None:
     plan = _plan_encoder if encoder.is_one(sidecars.get("config.json")) else _plan_decoder
     planned, write = plan(weights, sidecars, where)
     if job.kind in gguf_file.PLAIN:
-        write(output, job.name, job.kind, progress=_Progress(0, 1))
+        write(output, job.name, job.kind, progress=_Progress(0, 1), is_sampled=job.is_sampled)
         return
     plain = output.with_suffix(".plain")
     kind = planned[0].sources[0].dtype.lower()  # llama.cpp then reads exactly what was published

@@ -49,7 +49,8 @@ _HEAD_BYTES = (2 << 20, 16 << 20, 128 << 20)
 _MAX_DIMENSIONS = 4
 _DEFAULT_ALIGNMENT = 32
 _SAMPLES = 64
-_SAMPLE_BYTES = 4_096
+SAMPLE_BYTES = 4_096
+"""The length of each sample of which a fingerprint is made."""
 
 
 class TensorInfo(NamedTuple):
@@ -136,6 +137,12 @@ def parse(path: Path, data: bytes) -> Metadata:
 def parse_tensors(path: Path, data: bytes) -> dict[str, TensorInfo]:
     """Does the same as `read_tensors` for the contents of a file."""
     return _parse(path, _Bytes.of(data), lambda reader: reader.tensors())
+
+
+def sample_starts(begin: int, size: int) -> list[int]:
+    """Returns where the samples begin of which the fingerprint of a file of `size` bytes is made, besides its metadata,
+    which ends at `begin`."""
+    return [begin + (size - begin) * sample // _SAMPLES for sample in range(_SAMPLES)]
 
 
 def check(path: Path) -> None:
@@ -258,8 +265,8 @@ class _Reader:
         size = self._data.size
         digest = xxhash.xxh3_64(_U64.pack(size))
         digest.update(self._head[: self._at])
-        for sample in range(_SAMPLES):
-            digest.update(self._data.read(self._at + (size - self._at) * sample // _SAMPLES, _SAMPLE_BYTES))
+        for start in sample_starts(self._at, size):
+            digest.update(self._data.read(start, SAMPLE_BYTES))
         return digest.hexdigest()
 
     def _take(self, count: int) -> int:

@@ -25,7 +25,7 @@ if sys.platform != "win32":
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(:[\w.-]+)?")
 _WEIGHTS_SUFFIXES = (".gguf", ".onnx")
-_WEIGHTS_KEY = "weights"
+_WEIGHTS_KEY, _FINGERPRINT_KEY = "weights", "fingerprint"
 _MAX_NAMED = 40
 SIDECARS = ("generation_config.json", "config.json", "metadata.json", "tokenizer.json")
 """Small files next to the weights that say how the model is meant to be used."""
@@ -53,19 +53,21 @@ class ModelFiles(NamedTuple):
     """The file to load; the first part of split weights."""
     sidecars: dict[str, Path]
     """The sidecars that exist, by name."""
+    fingerprint: str = ""
+    """What the fleet calls these weights, where it is not a digest of this file."""
 
     def to_paths(self) -> dict[str, str]:
-        """Returns the paths by name, as they travel in settings."""
-        return {_WEIGHTS_KEY: str(self.weights)} | {name: str(path) for name, path in self.sidecars.items()}
+        """Returns the paths by name, and the fingerprint if there is one, as they travel in settings."""
+        paths = {_WEIGHTS_KEY: str(self.weights)} | {name: str(path) for name, path in self.sidecars.items()}
+        return paths | ({_FINGERPRINT_KEY: self.fingerprint} if self.fingerprint else {})
 
     @classmethod
     def from_paths(cls, paths: dict[str, str]) -> "ModelFiles | None":
         """Reverses `to_paths`; returns None if there are no paths."""
         if not paths:
             return None
-        return cls(
-            Path(paths[_WEIGHTS_KEY]), {name: Path(path) for name, path in paths.items() if name != _WEIGHTS_KEY}
-        )
+        sidecars = {name: Path(path) for name, path in paths.items() if name not in (_WEIGHTS_KEY, _FINGERPRINT_KEY)}
+        return cls(Path(paths[_WEIGHTS_KEY]), sidecars, paths.get(_FINGERPRINT_KEY, ""))
 
 
 def shortened(names: Sequence[str]) -> str:

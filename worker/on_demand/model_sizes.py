@@ -30,7 +30,7 @@ _GQA = b"GroupQueryAttention"
 _MAX_GRAPH_BYTES, _CHUNK_BYTES = 2 << 30, 1 << 20
 """The most that a graph may have, and what is read of it at a time: the event loop gets its turns in between."""
 _TYPE_BITS = {"f32": 32.0, "q8": 8.5, "q6": 6.6, "q5": 5.7, "q4": 4.9, "iq4": 4.5, "q3": 4.0, "q2": 3.0}
-"""Bits per weight by the prefix of a conversion's type, a little more than usual; 16 for all others."""
+"""Bits per weight by the prefix of a conversion's type, a little more than usual; 16 for all others and for none."""
 
 
 def read_facts(settings: EngineSettings, progress: Callable[[float], None]) -> ModelFacts:
@@ -51,7 +51,7 @@ def read_facts(settings: EngineSettings, progress: Callable[[float], None]) -> M
     if engine == "onnx":
         return _onnx_facts(files, config, weight_bytes, settings)
     return ModelFacts(
-        weight_bytes=int(weight_bytes * _bits_of(settings.quantize or "f16") / config.weight_bits),
+        weight_bytes=int(weight_bytes * _bits_of(settings.quantize) / config.weight_bits),
         kv_bytes_per_token=2 * config.num_hidden_layers * config.kv_heads * config.head_size * _F16_BYTES,
         trained_context=config.trained_context,
         width=config.hidden_size,

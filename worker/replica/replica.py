@@ -190,14 +190,20 @@ class Replica(EngineListener):
         """Serves with a new engine. Later engines will load the same files and have the same sizes."""
         if self._config is not None:
             self._metrics.restarts.inc()
-        elif config.memory is not None:
-            self._log_memory(config, config.memory)
+        else:
+            self._log_start(config)
         self._config = config
         self._health.engine_started(self._supervisor.engine, config)
         self._engine = successor_settings(self._engine, config)
         self.frontend.engine_started(engine, config)
         if not self.started.done():
             self.started.set_result(config)
+
+    def _log_start(self, config: contract.EngineConfig) -> None:
+        if config.slow_weights:
+            self._log.info("weights_slow", reason=config.slow_weights)
+        if config.memory is not None:
+            self._log_memory(config, config.memory)
 
     def _log_memory(self, config: contract.EngineConfig, plan: MemoryPlan) -> None:
         """Logs the totals from which sizes were chosen, in MiB."""

@@ -6,8 +6,11 @@ from pathlib import Path
 import pytest
 
 from tests.support import broken_models
+from tests.support.models import random_model
+from tests.support.models.shape import PRESETS
 from tokenbus import demo
 from tokenbus.cli.console import inspection
+from tokenbus.worker.engine.gguf import backend
 
 TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% for c in m.tool_calls or [] %}"
@@ -51,6 +54,16 @@ def test_the_demo_model_calls_tools_and_reasons(path: Path, capsys: pytest.Captu
     assert features.endswith("features: tools, reasoning")
     assert '"switch": "enable_thinking"' in form
     assert '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo", "days": 2}}\n</tool_call>' in example
+
+
+def test_weights_of_a_type_that_the_processor_is_slow_with_are_told_last_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backend, "processor_features", lambda: frozenset({"AVX", "AVX2", "LLAMAFILE"}))
+    random_model.write(tmp_path / "tiny.gguf", PRESETS["tiny"], "q4_1", threads=1)
+    assert inspection.show(str(tmp_path / "tiny.gguf")) == 0
+    said = "Q4_1: Q4_0 or Q8_0 would compute prompts about twice as fast on this processor"
+    assert capsys.readouterr().out.splitlines()[-2:] == ["", said]
 
 
 def test_a_model_that_is_not_there_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

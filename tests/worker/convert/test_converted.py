@@ -17,7 +17,8 @@ import pytest
 from tests.support import safetensors_model
 from tokenbus import demo
 from tokenbus.worker.contract.engine_errors import ModelError
-from tokenbus.worker.convert import converted, process, quantize
+from tokenbus.worker.convert import converted, gguf_file, process, quantize
+from tokenbus.worker.files import gguf_metadata
 from tokenbus.worker.files.layouts import SafetensorsLayout
 from tokenbus.worker.files.model_files import ModelFiles
 
@@ -103,6 +104,78 @@ def test_a_model_is_converted_once_and_again_when_its_files_change(folder: Path,
     assert len(list(cache.glob("*.gguf"))) == 3
     assert not list(cache.glob("*.incomplete"))
     assert not list(cache.glob("*.plain"))
+
+
+def convert_by_choice(folder: Path, kind: str = "bf16") -> ModelFiles:
+    return converted.convert_as_default(str(folder), SafetensorsLayout().find(folder), kind, 1, lambda share: None)
+
+
+@pytest.mark.parametrize("scaling", [None, {"rope_type": "llama3", "factor": 8.0}])
+def test_what_a_processor_chooses_has_the_fingerprint_of_f16(
+    folder: Path, cache: Path, scaling: dict[str, object] | None
+) -> None:
+    safetensors_model.write_bf16(folder)
+    safetensors_model.set_config(folder, rope_scaling=scaling)
+    chosen = convert_by_choice(folder)
+    assert chosen.weights.name.endswith("-BF16.gguf")
+    assert [path.name for path in cache.glob("*.gguf")] == [chosen.weights.name]
+    assert not list(cache.glob("*.incomplete"))
+    default = convert_by_choice(folder, "f16")
+    assert default.fingerprint == ""
+    assert chosen.fingerprint == gguf_metadata.read_sizes(default.weights).fingerprint
+    assert chosen.fingerprint != gguf_metadata.read_sizes(chosen.weights).fingerprint
+    assert convert_by_choice(folder) == chosen
+
+
+def test_the_fingerprint_of_f16_is_that_of_the_file_that_is_there(folder: Path, cache: Path) -> None:
+    safetensors_model.write_bf16(folder)
+    default = convert(folder).weights
+    with default.open("r+b") as file:  # as an older version may have written it
+        file.seek(-1, os.SEEK_END)
+        file.write(b"x")
+    assert convert_by_choice(folder).fingerprint == gguf_metadata.read_sizes(default).fingerprint
+
+
+def test_a_type_that_a_user_names_has_the_fingerprint_of_its_own_file(folder: Path) -> None:
+    safetensors_model.write_bf16(folder)
+    convert_by_choice(folder)
+    assert convert(folder, "bf16").fingerprint == ""
+
+
+def test_what_f16_can_not_hold_is_converted_where_the_processor_chooses_bf16(folder: Path) -> None:
+    safetensors_model.write_bf16(folder, spoiled=1e6)
+    assert convert_by_choice(folder).fingerprint
+    with pytest.raises(ModelError, match="has values too large for f16"):
+        convert(folder)
+
+
+@pytest.mark.parametrize("count", [5, 70_001])
+def test_a_piece_of_a_file_is_written_if_and_only_if_a_sample_needs_it(count: int) -> None:
+    starts = gguf_metadata.sample_starts(1_000, 1_000 + count)
+    needed = {byte for start in starts for byte in range(start, start + gguf_metadata.SAMPLE_BYTES)}
+    for start in range(0, 1_000 + count, 997):
+        expected = not needed.isdisjoint(range(start, start + 500))
+        assert gguf_file._is_sampled(start, 500, starts) is expected
+
+
+def test_a_fingerprint_travels_with_the_files(folder: Path) -> None:
+    safetensors_model.write_bf16(folder)
+    chosen = convert_by_choice(folder)
+    assert ModelFiles.from_paths(chosen.to_paths()) == chosen
+    plain = chosen._replace(fingerprint="")
+    assert ModelFiles.from_paths(plain.to_paths()) == plain
+
+
+def test_the_published_type_is_that_of_all_matrices(folder: Path) -> None:
+    files = SafetensorsLayout().find(folder)
+    assert converted.published_type(files) == "f16"
+    halves = safetensors_model.demo_tensors()
+    norms = {name: data for name, data in halves.items() if data.ndim == 1}
+    safetensors_model.write(files.weights, halves | {name: data.astype(np.float32) for name, data in norms.items()})
+    assert converted.published_type(files) == "f16"
+    wide = {"model.embed_tokens.weight": halves["model.embed_tokens.weight"].astype(np.float32)}
+    safetensors_model.write(files.weights, halves | wide)
+    assert converted.published_type(files) == ""
 
 
 def test_what_a_killed_conversion_left_is_no_model_and_in_nobodys_way(folder: Path, cache: Path) -> None:

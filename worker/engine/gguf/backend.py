@@ -78,6 +78,24 @@ def init() -> None:
     llama.llama_backend_init()
 
 
+def processor_features() -> frozenset[str]:
+    """Returns the features of the processor that llama.cpp's code for it uses, such as AVX2."""
+    return parse_features(llama.llama_print_system_info().decode())
+
+
+def parse_features(text: str) -> frozenset[str]:
+    """Returns the features of the processor in llama.cpp's line about all kinds of devices,
+    `CUDA : ARCHS = 900 | CPU : AVX2 = 1 | REPACK = 1 | `."""
+    found, device = set(), ""
+    for part in text.split(" | "):
+        named, colon, rest = part.partition(" : ")
+        device = named if colon else device
+        feature, _, value = (rest if colon else part).partition(" = ")
+        if device == "CPU" and value not in ("", "0"):
+            found.add(feature)
+    return frozenset(found)
+
+
 def on_abort(listener: Callable[[str], None]) -> None:
     """Registers a function that gets llama.cpp's message when the library is about to abort the process."""
     _abort_listeners.append(listener)

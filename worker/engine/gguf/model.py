@@ -19,7 +19,7 @@ from tokenbus.worker.contract.engine_errors import ModelError
 from tokenbus.worker.contract.engine_settings import EngineSettings
 from tokenbus.worker.engine.device import features
 from tokenbus.worker.engine.device.loaded_models import LoadedModels
-from tokenbus.worker.engine.gguf import backend, context, model_facts, settings_resolution
+from tokenbus.worker.engine.gguf import backend, context, model_facts, settings_resolution, weight_types
 from tokenbus.worker.engine.gguf.adapters import ContextAdapters, LlamaAdapter
 from tokenbus.worker.engine.memory import fit
 from tokenbus.worker.engine.memory.fit import DevicePlacement, MemoryNeed, ModelFacts, Room
@@ -79,6 +79,7 @@ class GgufModelKey(NamedTuple):
     """The properties that replicas must have in common to share a model."""
 
     weights: Path
+    fingerprint: str
     devices: tuple[str, ...]
     gpu_layers: int
     split_mode: str
@@ -89,6 +90,7 @@ class GgufModelKey(NamedTuple):
 def model_key(files: ModelFiles, settings: EngineSettings) -> GgufModelKey:
     return GgufModelKey(
         Path(os.path.realpath(files.weights)),
+        files.fingerprint,
         settings.devices,
         settings.gpu_layers if llama.llama_supports_gpu_offload() else 0,
         settings.split_mode,
@@ -154,11 +156,16 @@ class GgufModel:
         self, settings: EngineSettings, context_length: int, features: tuple[str, ...]
     ) -> contract.EngineConfig:
         """Returns the configuration of an engine that serves this model without any KV memory."""
+        devices = backend.describe_devices(
+            {name: backend.device_description(address) for name, address in self._gpus.items()},
+            int(llama.llama_model_n_layer(self.handle)),
+            self.placement.gpu_layers,
+        )
         return contract.EngineConfig(
             engine="gguf",
             engine_version=f"llama-cpp-python {llama_cpp.__version__}",
             source=source_name(settings.model),
-            fingerprint=settings.fingerprint or self.metadata.fingerprint,
+            fingerprint=settings.fingerprint or self.files.fingerprint or self.metadata.fingerprint,
             context_length=context_length,
             max_num_seqs=1,
             max_num_batched_tokens=settings.max_num_batched_tokens,
@@ -171,11 +178,8 @@ class GgufModel:
             versions={"llama_cpp_python": llama_cpp.__version__},
             pid=os.getpid(),
             files=self.files.to_paths(),
-            devices=backend.describe_devices(
-                {name: backend.device_description(address) for name, address in self._gpus.items()},
-                int(llama.llama_model_n_layer(self.handle)),
-                self.placement.gpu_layers,
-            ),
+            devices=devices,
+            slow_weights=slow_weights(self.files.weights) if any(one.kind == "cpu" for one in devices) else "",
         )
 
     def device_memory(self) -> list[DeviceMemory]:
@@ -252,6 +256,11 @@ def _load_error(complaint: str) -> str:
     if "file bounds" in reason or "corrupt" in reason:
         return f"{reason}; fetch the file again"
     return f"llama.cpp can't load it: {reason}"
+
+
+def slow_weights(path: Path) -> str:
+    """Says which types would be faster than a model's on this processor; empty if none. Raises ModelError."""
+    return weight_types.slow_weights(model_facts.matrix_types(path), backend.processor_features())
 
 
 def read_rules(path: Path) -> tokenizer_bundle.PromptRules:

@@ -124,6 +124,16 @@ def layer_bytes(weights: Path) -> tuple[list[int], int]:
     return [layers[number] for number in sorted(layers)], output
 
 
+def matrix_types(weights: Path) -> dict[int, int]:
+    """Returns how many numbers the matrices of all layers have of each of ggml's types."""
+    found: dict[int, int] = {}
+    for part in _parts(weights):
+        for name, one in gguf_metadata.read_tensors(part).items():
+            if len(one.shape) > 1 and _BLOCK.match(name):
+                found[one.type] = found.get(one.type, 0) + math.prod(one.shape)
+    return found
+
+
 def _tensor_sizes(path: Path) -> Sequence[tuple[str, int]]:
     """Returns the bytes of each tensor of a file, up to where the next one begins."""
     tensors = sorted(gguf_metadata.read_tensors(path).items(), key=lambda item: item[1].start)

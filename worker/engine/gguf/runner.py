@@ -21,7 +21,16 @@ from tokenbus.worker.engine.device.draws import Matrix
 from tokenbus.worker.engine.device.generating_runner import GeneratingRunner
 from tokenbus.worker.engine.device.loaded_models import LoadedModels
 from tokenbus.worker.engine.device.runner import Runner
-from tokenbus.worker.engine.gguf import backend, context, model_facts, pooler, probe, settings_resolution, state_blob
+from tokenbus.worker.engine.gguf import (
+    backend,
+    context,
+    model_facts,
+    pooler,
+    probe,
+    settings_resolution,
+    state_blob,
+    weight_types,
+)
 from tokenbus.worker.engine.gguf.adapters import ContextAdapters
 from tokenbus.worker.engine.gguf.context import BatchPart, LlamaBatch
 from tokenbus.worker.engine.gguf.lanes import FIRST_SEQ_ID, SCRATCH, Lanes
@@ -113,8 +122,11 @@ def _find(settings: EngineSettings, progress: Callable[[float], None]) -> ModelF
         settings.model, (GgufLayout(), SafetensorsLayout()), progress, follow_links=settings.follow_links
     )
     if converted.is_convertible(files):
-        kind = settings.quantize or converted.DEFAULT_TYPE
-        return converted.convert(settings.model, files, kind, settings.threads, progress)
+        if settings.quantize:
+            return converted.convert(settings.model, files, settings.quantize, settings.threads, progress)
+        features = frozenset() if _uses_gpu(settings) else backend.processor_features()
+        kind = weight_types.best_conversion(converted.published_type(files), features)
+        return converted.convert_as_default(settings.model, files, kind, settings.threads, progress)
     if settings.quantize:
         raise ModelError(f"{files.weights}: is already a GGUF file; leave --quantize out, or pass its safetensors")
     return files

@@ -73,8 +73,8 @@ def _rules(settings: EngineSettings) -> Iterator[SettingRule]:
     yield SettingRule("--kv-tokens", kv, kv == 0 or kv >= least_kv, f"one block and one context at least ({least_kv})")
     yield SettingRule("--ubatch-tokens", settings.ubatch_tokens, settings.ubatch_tokens >= 1, "at least 1")
     yield SettingRule("--max-embed-tokens", settings.max_embed_tokens, settings.max_embed_tokens >= 0, "0 or more")
-    kind = settings.quantize or converted.DEFAULT_TYPE
-    yield SettingRule("--quantize", kind, kind in converted.TYPES, f"one of {', '.join(converted.TYPES)}")
+    kind = settings.quantize
+    yield SettingRule("--quantize", kind, kind in ("", *converted.TYPES), f"one of {', '.join(converted.TYPES)}")
     for name, known in CHOICES.items():
         value = getattr(settings, name)
         yield SettingRule(f"--{name.replace('_', '-')}", value, value in known, f"one of {', '.join(known)}")
