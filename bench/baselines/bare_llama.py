@@ -1,4 +1,4 @@
-"""A decode loop written directly on llama_cpp: `python -m bench.baselines.bare_llama MODEL THREADS CONTEXT`.
+"""A decode loop written directly on llama_cpp: `python -m bench.baselines.bare_llama MODEL THREADS CONTEXT UBATCH`.
 
 It reads and writes the lines of `bench.baselines.child`, and decodes greedily, a sequence for each prompt."""
 
@@ -18,13 +18,13 @@ _BATCH_TOKENS = 1_024
 class BareLlama:
     """One model, one context, one batch, and as little Python as possible."""
 
-    def __init__(self, path: str, threads: int, context: int) -> None:
+    def __init__(self, path: str, threads: int, context: int, ubatch: int = 512) -> None:
         self._silent = llama.llama_log_callback(lambda level, text, data: None)
         llama.llama_log_set(self._silent, ctypes.c_void_p(0))
         llama.llama_backend_init()
         self._model = llama.llama_model_load_from_file(path.encode(), llama.llama_model_default_params())
         params = llama.llama_context_default_params()
-        params.n_ctx, params.n_batch, params.n_ubatch = context, _BATCH_TOKENS, 512
+        params.n_ctx, params.n_batch, params.n_ubatch = context, _BATCH_TOKENS, ubatch
         params.n_seq_max = params.n_outputs_max = _MAX_STREAMS
         params.n_threads = params.n_threads_batch = threads
         params.kv_unified, params.no_perf = True, True
@@ -60,8 +60,7 @@ class BareLlama:
 
 
 def main() -> None:
-    path, threads, context = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    child.serve(BareLlama(path, threads, context).generate)
+    child.serve(BareLlama(sys.argv[1], *map(int, sys.argv[2:])).generate)
 
 
 if __name__ == "__main__":

@@ -52,10 +52,10 @@ def serve(generate: Callable[[Sequence[Sequence[int]], int, Clock], None]) -> No
 
 
 @contextlib.contextmanager
-def running(module: str, model: Path, threads: int, context: int) -> Iterator[Callable[[Ask], Awaitable[Timing]]]:
-    """Runs `python -m MODULE MODEL THREADS CONTEXT`; yields a function that asks it."""
+def running(module: str, model: Path, *sizes: int) -> Iterator[Callable[[Ask], Awaitable[Timing]]]:
+    """Runs `python -m MODULE MODEL THREADS CONTEXT [UBATCH]`; yields a function that asks it."""
     process = subprocess.Popen(
-        [sys.executable, "-m", module, str(model), str(threads), str(context)],
+        [sys.executable, "-m", module, str(model), *map(str, sizes)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

@@ -1,12 +1,13 @@
 """Compares the decoding speed of the whole system with a loop written directly on the library that computes.
 
     python -m bench.serving.decode [--against llama_cpp|onnxruntime|genai] [--streams 1] [--tokens 48] [--prompt 16]
-        [--threads 1] [--pairs 7] [--starts 1] [--model PATH]
+        [--threads 1] [--pairs 7] [--starts 1] [--ubatch 512] [--model PATH]
 
 Both sides get the same prompts, none of which is cached, and generate the same number of tokens with as many threads,
-in interleaved pairs. `onnxruntime` gets one request at a time; the other two decode all prompts in one batch. Decoding
-is timed while all streams decode. With `--starts 3` both sides are restarted twice, because one process may be up to a
-tenth slower than another of the same program for its whole life, depending on the memory pages its weights got.
+in interleaved pairs. llama.cpp alone computes prompts in parts of `--ubatch` tokens. `onnxruntime` gets one request at
+a time; the other two decode all prompts in one batch. Decoding is timed while all streams decode. With `--starts 3`
+both sides are restarted twice, because one process may be up to a tenth slower than another of the same program for its
+whole life, depending on the memory pages its weights got.
 Without --model, it uses a 0.5B model with random weights: Q8_0, or F32 with GroupQueryAttention for ONNX."""
 
 import argparse
@@ -49,7 +50,7 @@ async def pairs_of_one_start(
 ) -> list[tuple[Timing, Timing]]:
     baseline = BASELINES[options.against]
     settings = ("--threads", str(options.threads), *baseline.worker, "--context-length", str(_ROW_CONTEXT))
-    with child.running(baseline.module, model, options.threads, baseline.context) as alone:
+    with child.running(baseline.module, model, options.threads, baseline.context, options.ubatch) as alone:
         async with system.running(model, *settings) as client:
             complete, engine = functools.partial(streams.complete, client), await system.engine_pid(client)
             prompts: list[list[int]] = []
@@ -98,7 +99,9 @@ def _rates(took: Timing, num_streams: int, options: argparse.Namespace) -> tuple
 
 
 def main() -> None:
-    parser = flags.model_parser(__doc__, streams=1, tokens=48, prompt=16, threads=1, pairs=7, starts=1, seed=0)
+    parser = flags.model_parser(
+        __doc__, streams=1, tokens=48, prompt=16, threads=1, pairs=7, starts=1, seed=0, ubatch=512
+    )
     parser.add_argument("--against", choices=BASELINES, default="llama_cpp")
     options = parser.parse_args()
     made = benchmark_model.model if options.against == "llama_cpp" else benchmark_model.onnx_model

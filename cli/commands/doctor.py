@@ -301,6 +301,14 @@ async def check_engine(model: str) -> AsyncIterator[Finding]:
         yield Finding("bad", f"no engine can serve {model}", text)
         return
     await engine.close()
+    for finding in check_config(config):
+        yield finding
+    if "generate" in config.features:
+        yield await asyncio.to_thread(_check_chat, config, engine.tokenizer_bundle())
+
+
+def check_config(config: contract.EngineConfig) -> Iterator[Finding]:
+    """Reports what a model's engine does and does not do."""
     yield Finding("ok", f"an engine can serve it: {config.engine_version}, context of {config.context_length} tokens")
     if config.memory is not None:
         parts = ", ".join(f"{part.replace('_', ' ')} {mib(size)}" for part, size in config.memory.parts().items())
@@ -315,8 +323,6 @@ async def check_engine(model: str) -> AsyncIterator[Finding]:
         yield Finding("ok", f"it can share --kv-budget with others as they need it, in lanes of {lane}")
     for ability, reason in config.missing.items():
         yield Finding("note", f"it has no {ability.replace('_', ' ')}: {reason}")
-    if "generate" in config.features:
-        yield await asyncio.to_thread(_check_chat, config, engine.tokenizer_bundle())
 
 
 def _check_chat(config: contract.EngineConfig, packed: bytes | None) -> Finding:

@@ -95,7 +95,12 @@ def _add_model_flags(parser: Parser, *, is_required: bool) -> None:
     flag.add(hub_flags.HUB_CACHE)
     flag("--engine", one_of("auto", "gguf", "onnx", "sim"), "sim is a simulator whose --model is a timing")
     flag("--fingerprint", NAME, "name for these weights, the same on all workers of a model", unset="a digest")
-    flag("--quantize", text("TYPE"), "type to which safetensors are converted: q8_0, q4_k_m, ...", unset="f16")
+    flag(
+        "--quantize",
+        text("TYPE"),
+        "type to which safetensors are converted: q8_0, q4_k_m, ...",
+        unset="f16, or bf16 if that is faster",
+    )
     flag("--pooling", _choice("pooling"), "how token vectors become one embedding")
     flag("--max-embed-tokens", COUNT, "longest input to a generative GGUF's embeddings, in tokens; 0: 2,048")
     role = "prefill computes prompts for others, decode leaves long prompts to those"

@@ -3,10 +3,12 @@
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tests.router.builders import card
 from tests.support import auth_brokers, broken_models
+from tests.support.engines import DEMO, gguf_runner
 from tokenbus import demo
 from tokenbus.cli.commands import doctor
 from tokenbus.cli.console import connection_flags
@@ -44,6 +46,14 @@ async def test_a_model_that_no_engine_can_serve_is_bad_and_one_without_a_templat
     for template in ("{% nonsense %}", "{{ bos_token | nonsense }}"):
         *_, found = await tried(broken_models.with_template(tmp_path / "template.gguf", template))
         assert (found.mark, "'nonsense'" in found.what) == ("note", True)
+
+
+def test_weights_that_the_processor_is_slow_with_are_noted_in_one_line() -> None:
+    runner = gguf_runner(DEMO)
+    runner.close()
+    fast = list(doctor.check_config(runner.config))
+    slow = list(doctor.check_config(msgspec.structs.replace(runner.config, slow_weights="Q4_1: Q8_0 would be faster")))
+    assert [finding for finding in slow if finding not in fast] == [("note", "Q4_1: Q8_0 would be faster", "")]
 
 
 def test_a_machine_whose_cores_are_taken_is_noted() -> None:

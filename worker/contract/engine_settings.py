@@ -61,7 +61,8 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Whether files beside the weights may be links to anywhere. Those of a model that a message names may not: they
     could be any files of this machine."""
     quantize: str = ""
-    """The type to which a model in safetensors is converted, such as `q8_0`; empty means `f16`."""
+    """The type to which a model in safetensors is converted, such as `q8_0`; empty means `f16`, or
+    `bf16` for a model in BF16 on a processor that multiplies it faster."""
     engine: str = "auto"
     """`gguf`, `onnx`, or `sim`, a simulator whose model is the name of a timing. `auto` is `onnx` for a file or folder
     of that kind, else `gguf`."""
