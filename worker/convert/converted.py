@@ -72,10 +72,9 @@ def remove(name: str) -> int:
 
 
 def published_type(files: ModelFiles) -> str:
-    """Returns the type of a model's matrices: f32, f16 or bf16; empty if they are of several. Raises ModelError."""
-    tensors = safetensors.read(_parts(files)).values()
-    types = {tensor.dtype.lower() for tensor in tensors if len(tensor.shape) > 1}
-    return types.pop() if len(types) == 1 else ""
+    """Returns the type of a model's matrices, such as bf16; empty if they are of several. Raises ModelError."""
+    types = safetensors.matrix_types(_parts(files))
+    return types.pop().lower() if len(types) == 1 else ""
 
 
 def convert(model: str, files: ModelFiles, kind: str, threads: int, progress: Callable[[float], None]) -> ModelFiles:

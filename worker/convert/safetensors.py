@@ -6,6 +6,7 @@ https://huggingface.co/docs/safetensors"""
 import io
 import math
 import os
+import re
 import struct
 from collections.abc import Iterable
 from pathlib import Path
@@ -27,6 +28,7 @@ _COUNTED = "embeddings.position_ids"
 """Ends the name of a tensor that has the numbers from 0 on: older files of encoders have it beside the weights."""
 _DTYPES: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
 """NumPy has no bfloat16: its values are kept as the upper halves of float32."""
+_MATRIX = re.compile(rb'"dtype"\s*:\s*"(\w+)"\s*,\s*"shape"\s*:\s*\[\s*\d+\s*,')
 
 
 class _Entry(msgspec.Struct, frozen=True):
@@ -73,6 +75,17 @@ def _read_file(path: Path) -> dict[str, Tensor]:
         return _read_table(path, file, os.fstat(file.fileno()).st_size)
 
 
+def matrix_types(paths: Iterable[Path]) -> set[str]:
+    """Returns the types of the matrices in all files, as the headers write them. They are searched, not parsed, so this
+    takes no memory to speak of for anybody's file. Raises ModelError."""
+    found = set()
+    for path in paths:
+        with os.fdopen(open_regular(path), "rb") as file:
+            header = _read_header(path, file, os.fstat(file.fileno()).st_size)
+        found |= {match[1].decode() for match in _MATRIX.finditer(header)}
+    return found
+
+
 def parse(path: Path, data: bytes) -> dict[str, Array]:
     """Returns the tensors in a file's contents by name, in float32. Raises ModelError if they are inconsistent."""
     found = {}
@@ -89,20 +102,24 @@ def to_float32(values: Array, dtype: str) -> Array:
     return values.astype(np.float32)
 
 
-def _read_table(path: Path, file: BinaryIO, size: int) -> dict[str, Tensor]:
+def _read_header(path: Path, file: BinaryIO, size: int) -> bytes:
     start = file.read(_LENGTH.size)
     length = _LENGTH.unpack(start)[0] if len(start) == _LENGTH.size else size
     if length > min(_MAX_HEADER_BYTES, size - _LENGTH.size):
         most = f"in {size:,}" if length > size else f"in the {_MAX_HEADER_BYTES >> 20} MiB that one may have"
         raise _lies(path, f"a header of {length:,} bytes does not fit {most}")
-    header = file.read(length)
+    return file.read(length)
+
+
+def _read_table(path: Path, file: BinaryIO, size: int) -> dict[str, Tensor]:
+    header = _read_header(path, file, size)
     try:
         document = msgspec.json.decode(header, type=dict[str, Any])
         document.pop("__metadata__", None)
         entries = msgspec.convert(document, dict[str, _Entry])
     except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError, RecursionError) as error:
         raise _lies(path, f"its header can't be read ({error})") from error
-    begin = _LENGTH.size + length
+    begin = _LENGTH.size + len(header)
     _check_overlaps(path, entries, size - begin)
     return {name: _checked(path, name, entry, begin) for name, entry in entries.items() if not name.endswith(_COUNTED)}
 

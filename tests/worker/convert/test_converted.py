@@ -178,6 +178,17 @@ def test_the_published_type_is_that_of_all_matrices(folder: Path) -> None:
     assert converted.published_type(files) == ""
 
 
+def test_names_and_remarks_can_not_pass_for_a_type(folder: Path) -> None:
+    files = SafetensorsLayout().find(folder)
+    tensors = safetensors_model.demo_tensors()
+    lie = '"dtype":"BF16","shape":[2,2]'
+    header = {"__metadata__": {"format": lie, lie: "pt"}, lie: {}} | safetensors_model.header_of(tensors)
+    safetensors_model.write(files.weights, tensors, header)
+    assert converted.published_type(files) == "f16"
+    safetensors_model.write(files.weights, tensors, {"__metadata__": {"format": lie}})
+    assert converted.published_type(files) == ""
+
+
 def test_what_a_killed_conversion_left_is_no_model_and_in_nobodys_way(folder: Path, cache: Path) -> None:
     files = SafetensorsLayout().find(folder)
     cache.mkdir(parents=True)
