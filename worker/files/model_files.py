@@ -54,7 +54,7 @@ class ModelFiles(NamedTuple):
     sidecars: dict[str, Path]
     """The sidecars that exist, by name."""
     fingerprint: str = ""
-    """What the fleet calls these weights, where it is not a digest of this file."""
+    """The name of these weights in the fleet, where that is not a digest of this file."""
 
     def to_paths(self) -> dict[str, str]:
         """Returns the paths by name, and the fingerprint if there is one, as they travel in settings."""
