@@ -226,8 +226,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     devices: tuple[EngineDevice, ...] = ()
     """The devices that compute it."""
     slow_weights: str = ""
-    """The type of its weights, if the processor computes prompts about half as fast with it as with others of its
-    size, and those others; else empty."""
+    """The type of its weights, if the processor takes 1.5 to 2 times as long for prompts as with others of its size,
+    and those others; else empty."""
     kv_bytes: int = 0
     """The device memory for the keys and values of all sequences; 0 where it is not known."""
     kv_lane_bytes: int = 0

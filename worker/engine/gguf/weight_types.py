@@ -2,7 +2,7 @@
 
 It multiplies a matrix by all tokens of a prompt in tiles, several rows by several tokens, if it has code for the
 matrix's type on the processor (`llamafile/sgemm.cpp`, `repack.cpp` and `tiled/tiled.cpp`, which has K and IQ types for
-every processor). Else it multiplies row by row, which takes about twice as long (decision 0060)."""
+every processor). Else it multiplies row by row, which takes 1.5 to 2 times as long (decision 0060)."""
 
 from collections.abc import Mapping, Set
 
@@ -40,7 +40,7 @@ def slow_weights(sizes: Mapping[int, int], features: Set[str]) -> str:
         return ""
     kind = max(slow, key=lambda one: slow[one])
     others = " or ".join(one.name.upper() for one in _instead(kind.ggml, features))
-    return f"{kind.name.upper()}: {others} would compute prompts about twice as fast on this processor"
+    return f"{kind.name.upper()}: {others} would compute prompts 1.5 to 2 times as fast on this processor"
 
 
 def _instead(ggml: int, features: Set[str]) -> list[NumberType]:
