@@ -148,6 +148,7 @@ def _add_scheduling_flags(parser: Parser) -> None:
     flag("--max-num-batched-tokens -b --batch-size", whole(2), "tokens per step")
     flag("--step-target-ms", real(0, metavar="MS"), "longest time that a step should take while streams run")
     flag("--expected-tokens", COUNT, "tokens an answer is expected to use; 0: learned from recent ones")
+    flag("--no-speculative-prefill", SWITCH, "compute nothing of next turns while the engine is idle")
     flag("--priority-s", real(0, 3_600, "SECONDS"), "waiting time that one step of priority is worth")
     flag("--max-waiting", whole(0, 1 << 20), "accepted requests that may wait for the engine", reloads=True)
     flag("--max-prompt-tokens", COUNT, "longest prompt in tokens; 0: the context", reloads=True)

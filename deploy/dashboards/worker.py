@@ -277,6 +277,16 @@ _MEMORY = (
         (Query(increase(f"{_P}_preemptions_total", WORKER_FILTER, "worker_id"), _NAME),),
     ),
     Panel(
+        "Tokens of next turns computed ahead and used",
+        "What the next turns of conversations begin with, computed while the engine was idle, and how much of it the "
+        "turns that came have used. If little is used, --no-speculative-prefill saves the work.",
+        "suffix: tokens/s",
+        (
+            Query(_rate("next_turn_tokens", event="computed"), f"{_NAME} computed"),
+            Query(_rate("next_turn_tokens", event="used"), f"{_NAME} used"),
+        ),
+    ),
+    Panel(
         "Requests that failed in a row",
         "Since the last success, with errors that another worker may not have. If it reaches 10, all requests fail "
         "there: see request_finished in the worker's log, and restart it. Until then routers avoid it.",

@@ -212,15 +212,18 @@ class ArithmeticRunner:
         self.num_evaluated += plan.num_tokens
         results: list[Outcome] = []
         for part in plan.scheduled:
-            sampling = self._samplers[part.sequence.seq_no]
+            sampling = self._samplers.get(part.sequence.seq_no)
             lane = self._lanes[part.lane]
             assert len(lane) == part.start, "a gap or an overlap in what was computed"
             for place, token_id in enumerate(part.token_ids, start=part.start):
                 lane[place] = Cell(token_id)
             computed = array("I", (lane[place].token_id for place in range(part.start + part.num_tokens)))
             assert computed == part.sequence.token_ids[: len(computed)], "tokens of another sequence"
-            token = SampledToken(next_token(sampling, computed, part.sequence)) if part.samples else None
-            results.append(failure or token if part.samples else None)
+            if not part.samples:
+                results.append(None)
+                continue
+            assert sampling is not None, part
+            results.append(failure or SampledToken(next_token(sampling, computed, part.sequence)))
         self.check_room()
         return results
 

@@ -8,6 +8,7 @@ from tokenbus.worker.contract import engine_request
 from tokenbus.worker.engine.kv.pool import BlockPool
 from tokenbus.worker.engine.kv.prefix_tree import Domain
 from tokenbus.worker.engine.scheduling.lanes import LaneShare
+from tokenbus.worker.engine.scheduling.next_turns import NextTurn
 from tokenbus.worker.engine.scheduling.plan import StepPlan, StepResult
 from tokenbus.worker.engine.scheduling.scheduler import Scheduler
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason, Sequence
@@ -72,18 +73,28 @@ class ExecutedScheduler:
         self.scheduler.add(one)
         return one
 
-    def step(self, budget: int = 99, transfer_blocks: int = 0) -> StepPlan:
+    def expect(self, seq_no: int, text: str, num_known: int, tenant: str = "acme") -> NextTurn:
+        """Adds a turn that is expected."""
+        token_ids, domain = array("I", [ord(letter) % 90 for letter in text]), Domain(tenant)
+        sampling = engine_request.Sampling(max_tokens=1)
+        turn = NextTurn(
+            token_ids, domain, num_known, Sequence(seq_no, token_ids, sampling, (), domain=domain, is_ahead=True)
+        )
+        self.scheduler.next_turns.add(turn)
+        return turn
+
+    def step(self, budget: int = 99, transfer_blocks: int = 0, ahead_tokens: int = 0) -> StepPlan:
         """Schedules a step and executes it."""
-        plan = self.schedule(budget, transfer_blocks)
+        plan = self.schedule(budget, transfer_blocks, ahead_tokens)
         if plan.scheduled:
             for result in self.scheduler.update(plan, self.runner.step(plan)):
                 self.take(result)
         self.scheduler.check_integrity()
         return plan
 
-    def schedule(self, budget: int = 99, transfer_blocks: int = 0) -> StepPlan:
+    def schedule(self, budget: int = 99, transfer_blocks: int = 0, ahead_tokens: int = 0) -> StepPlan:
         """Schedules a step, of which only the KV ops are executed."""
-        plan = self.scheduler.schedule(budget, transfer_blocks)
+        plan = self.scheduler.schedule(budget, transfer_blocks, ahead_tokens=ahead_tokens)
         self.scheduler.check_integrity()
         for sequence in plan.started:
             self.runner.add_sequence(sequence.seq_no, sequence.sampling)

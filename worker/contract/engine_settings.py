@@ -30,6 +30,9 @@ class SchedulerSettings(msgspec.Struct, frozen=True, kw_only=True):
     min_prefix_tokens: int = -1
     """Prefixes of fewer tokens are not cached: neither on the device nor in host memory, nor announced to routers. 0
     caches any; so does -1, unless each takes a checkpoint and host memory has room for only a few."""
+    no_speculative_prefill: bool = False
+    """Leaves idle steps empty. Without it, they compute what the next turn of a conversation will begin with, where the
+    chat template drops reasoning from earlier answers."""
 
 
 class OnnxSettings(msgspec.Struct, frozen=True, kw_only=True):

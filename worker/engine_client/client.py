@@ -219,6 +219,9 @@ class EngineClient:
     def retain_session(self, tenant: str, session_id: str, ttl_s: float) -> None:
         self._send_if_alive(ipc.RetainSession(tenant, session_id, ttl_s))
 
+    def expect_turn(self, turn: contract.ExpectedTurn) -> None:
+        self._send_if_alive(ipc.ExpectTurn(self._sequences.next_number(), turn))
+
     def tokenizer_bundle(self) -> bytes | None:
         return self._bundle
 

@@ -109,6 +109,11 @@ class WorkerMetrics(MetricFamilies):
             "Tokens that preempted sequences regained, by kind: restored from the cache, or recomputed.",
             kind=("restored", "recomputed"),
         )
+        self.ahead_tokens = counter(
+            "next_turn_tokens",
+            "Tokens of next turns computed in idle steps, and how many of them the turns that came have used.",
+            event=("computed", "used"),
+        )
         self.transferred = counter(
             "kv_transferred_bytes",
             "Keys and values copied between device and host memory, by direction: offload or onload.",
@@ -282,6 +287,8 @@ class ReplicaMetrics(WorkerMetrics):
             (self.checkpoints.labels("restored"), "restored_checkpoints"),
             (self.checkpoints.labels("evicted"), "evicted_checkpoints"),
             (self.poisoned, "poisoned_shares"),
+            (self.ahead_tokens.labels("computed"), "ahead_tokens"),
+            (self.ahead_tokens.labels("used"), "used_ahead_tokens"),
         ]
         self._load_counters = [
             (self.generation_tokens, "generated_tokens"),

@@ -16,6 +16,8 @@ COUNTED = {
     "restored_checkpoints": ("tokenbus_worker_checkpoints_total", {"event": "restored"}),
     "evicted_checkpoints": ("tokenbus_worker_checkpoints_total", {"event": "evicted"}),
     "poisoned_shares": ("tokenbus_worker_poisoned_shares_total", {}),
+    "ahead_tokens": ("tokenbus_worker_next_turn_tokens_total", {"event": "computed"}),
+    "used_ahead_tokens": ("tokenbus_worker_next_turn_tokens_total", {"event": "used"}),
 }
 
 

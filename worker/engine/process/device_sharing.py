@@ -25,6 +25,8 @@ class StepGate:
         self._changed = threading.Condition()
         self._num_stepping = 0
         self._is_closed = False
+        self._working: set[object] = set()
+        """The loops that have work to do."""
 
     def __repr__(self) -> str:
         return f"<StepGate{' closed' if self._is_closed else ''}, {self._num_stepping} stepping>"
@@ -41,6 +43,14 @@ class StepGate:
             with self._changed:
                 self._num_stepping -= 1
                 self._changed.notify_all()
+
+    def note_work(self, loop: object, *, has_work: bool) -> None:
+        """Records whether a loop has work that somebody waits for."""
+        (self._working.add if has_work else self._working.discard)(loop)
+
+    def is_wanted_beside(self, loop: object) -> bool:
+        """Whether another loop has such work."""
+        return bool(self._working - {loop})
 
     def close(self) -> None:
         """Reserves the device for the caller: returns once no step is in progress; others wait at their next one."""

@@ -112,6 +112,14 @@ class RetainSession(IpcMessage, frozen=True):
     ttl_s: float
 
 
+class ExpectTurn(IpcMessage, frozen=True):
+    """Frontend to engine: compute the prompt of a turn that is expected, as far as it is known, in steps that would
+    otherwise be empty. Nothing is reported."""
+
+    seq_no: int
+    turn: contract.ExpectedTurn
+
+
 class LoadAdapter(IpcMessage, frozen=True):
     """Frontend to engine: load an adapter while steps continue. The `AdapterResult` has the same call id."""
 
@@ -183,6 +191,7 @@ Command = (
     | AbortPooling
     | ClearCache
     | RetainSession
+    | ExpectTurn
     | LoadAdapter
     | UnloadAdapter
     | ExportBlocks
@@ -289,6 +298,10 @@ class StepStats(msgspec.Struct, frozen=True, array_like=True):
     """A row of logits; about one a second is summarized."""
     non_finite_logits: tuple[int, int, int] = (0, 0, 0)
     """The numbers of logits that were NaN, infinity and, in rows with any of these, minus infinity."""
+    ahead_tokens: int = 0
+    """Tokens of next turns that were computed ahead."""
+    used_ahead_tokens: int = 0
+    """Those of them that the next turns found."""
 
 
 class KvPoolStats(msgspec.Struct, frozen=True, array_like=True):

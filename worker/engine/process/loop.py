@@ -10,6 +10,7 @@ from typing import NamedTuple
 import structlog
 
 from tokenbus.protocol.wire import block_hash
+from tokenbus.worker.contract import contract, engine_request
 from tokenbus.worker.contract.engine_errors import DeviceError
 from tokenbus.worker.contract.engine_settings import SchedulerSettings
 from tokenbus.worker.engine.constraints.compilation import (
@@ -24,6 +25,7 @@ from tokenbus.worker.engine.constraints.matcher import SequenceMatcher
 from tokenbus.worker.engine.device.pooling import PoolingJob, PoolingQueue
 from tokenbus.worker.engine.device.runner import Runner
 from tokenbus.worker.engine.kv.prefix_tree import Domain
+from tokenbus.worker.engine.kv.retention import CacheHint
 from tokenbus.worker.engine.process import ipc, scheduler_setup
 from tokenbus.worker.engine.process.block_transfers import BlockTransfers
 from tokenbus.worker.engine.process.device_sharing import StepGate
@@ -31,6 +33,7 @@ from tokenbus.worker.engine.process.memory_check import MemoryCheck
 from tokenbus.worker.engine.process.resumed_tokens import Reading, ResumedTokens
 from tokenbus.worker.engine.process.step_timer import StepTimer
 from tokenbus.worker.engine.scheduling.lanes import LaneShare
+from tokenbus.worker.engine.scheduling.next_turns import NextTurn
 from tokenbus.worker.engine.scheduling.plan import Outcome, SampledToken, SeenLogits, StepPlan, StepResult, Undone
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason, Sequence
 from tokenbus.worker.engine.scheduling.step_budget import StepBudget, TransferBudget
@@ -51,6 +54,7 @@ Inbox = queue.SimpleQueue[
     | ipc.Abort
     | ipc.AbortPooling
     | ipc.ClearCache
+    | ipc.ExpectTurn
     | ipc.ExportBlocks
     | ipc.PutBlocks
     | ipc.RetainSession
@@ -143,7 +147,13 @@ class StepLoop:
                 num_decoding = self._scheduler.num_decoding
                 pools = self._pooling.has_work and self._had_prompts
                 prefill_tokens = 0 if pools else self._step_budget.prefill_tokens(num_decoding)
-                plan = self._scheduler.schedule(prefill_tokens, self._transfer_budget.blocks, time.monotonic())
+                self._step_gate.note_work(self, has_work=self._scheduler.has_work)
+                plan = self._scheduler.schedule(
+                    prefill_tokens,
+                    self._transfer_budget.blocks,
+                    time.monotonic(),
+                    ahead_tokens=self._step_budget.ahead_tokens if self._may_compute_ahead else 0,
+                )
                 self._had_prompts = not all(part.sequence.is_decoding for part in plan.scheduled)
                 self._isolate(self._scheduler.isolated)
                 with contextlib.nullcontext() if self._isolated else self._step_gate.step():
@@ -171,6 +181,7 @@ class StepLoop:
         while not self._inbox.empty() or not (results or self._has_work):
             if self._inbox.empty():
                 self._step_timer.reset()
+                self._step_gate.note_work(self, has_work=False)
             command = self._inbox.get()
             match command:
                 case None:
@@ -207,7 +218,10 @@ class StepLoop:
                     self._pool.prefixes.retention.expire(time.monotonic())
                     self._pool.retain_session((tenant, session), ttl_s)
                     self._report_results([], None)
+                case ipc.ExpectTurn(seq_no, turn):
+                    self._expect_turn(seq_no, turn)
                 case ipc.UnloadAdapter(digest):
+                    self._scheduler.next_turns.forget(digest)
                     self._unloading.append(digest)
                     self._unload_adapters()
                 case ipc.ClearCache():
@@ -221,10 +235,30 @@ class StepLoop:
     def _has_work(self) -> bool:
         has_blocks_to_move = self._pool.prefixes.has_unsaved or self._block_transfers.has_work  # even if nothing runs
         has_sequences = self._scheduler.has_work or len(self._resumed) > 0
-        return has_sequences or has_blocks_to_move or self._pooling.has_work
+        return has_sequences or has_blocks_to_move or self._pooling.has_work or self._may_compute_ahead
+
+    @property
+    def _may_compute_ahead(self) -> bool:
+        """Whether there are turns to compute that are only expected, and nobody wants the device now."""
+        if not self._scheduler.next_turns or self._scheduler.has_work:
+            return False
+        is_wanted = self._pooling.has_work or self._compiling or len(self._resumed) or self._block_transfers.has_work
+        return not is_wanted and not self._step_gate.is_wanted_beside(self)
+
+    def _expect_turn(self, seq_no: int, turn: contract.ExpectedTurn) -> None:
+        """Gives the scheduler a turn to compute when nobody else wants the device."""
+        prefix, sampling = turn.prefix, engine_request.Sampling(max_tokens=1)
+        domain = Domain(prefix.tenant, prefix.cache_salt, prefix.adapters)
+        hint = CacheHint((prefix.tenant, turn.session_id) if turn.session_id else None, turn.cache_ttl_s)
+        token_ids = block_hash.unpack_token_ids(prefix.token_ids)
+        sequence = Sequence(
+            seq_no, token_ids, sampling, (), adapters=prefix.adapters, domain=domain, hint=hint, is_ahead=True
+        )
+        self._scheduler.next_turns.add(NextTurn(sequence.token_ids, domain, turn.num_known, sequence))
 
     def _clear_cache(self) -> None:
         """Drops everything that no sequence uses, in host memory too."""
+        self._scheduler.next_turns.forget()
         self._pool.clear()
         self._runner.apply(self._pool.cache.ops.take())
         if self._copies is not None:
@@ -371,7 +405,7 @@ class StepLoop:
         outcomes = self._runner.step(plan)
         ended = time.monotonic()
         is_whole = not any(isinstance(one, Undone) for one in outcomes)
-        if is_whole:  # other steps' times say nothing about this many tokens
+        if is_whole and not plan.is_ahead:  # other steps' times say nothing about this many tokens
             self._step_budget.observe(plan.num_tokens, ended - began)
         seen = SeenLogits() if self._runner.logits is None else self._runner.logits.take()
         if not is_whole:

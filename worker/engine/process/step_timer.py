@@ -50,4 +50,6 @@ class StepTimer:
             0 if self._pool.checkpoints is None else self._pool.checkpoints.used_bytes,
             seen.sampled,
             seen.non_finite,
+            new.ahead_tokens,
+            new.used_ahead_tokens,
         )

@@ -4,6 +4,7 @@ import dataclasses
 from typing import NamedTuple
 
 from tokenbus.worker.engine.kv.pool import BlockPool
+from tokenbus.worker.engine.scheduling.next_turns import NextTurns
 
 
 class SchedulerCounts(NamedTuple):
@@ -24,6 +25,10 @@ class SchedulerCounts(NamedTuple):
     evicted_checkpoints: int = 0
     poisoned_shares: int = 0
     """Shares of steps that were discarded because the model computed non-finite numbers."""
+    ahead_tokens: int = 0
+    """Tokens of next turns that were computed ahead."""
+    used_ahead_tokens: int = 0
+    """Those of them that the next turns found."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -39,7 +44,7 @@ class Counters:
     recomputed_tokens: int = 0
     poisoned_shares: int = 0
 
-    def snapshot(self, pool: BlockPool) -> SchedulerCounts:
+    def snapshot(self, pool: BlockPool, next_turns: NextTurns) -> SchedulerCounts:
         """Returns the counts reported in step stats."""
         cache, checkpoints = pool.cache, pool.checkpoints
         return SchedulerCounts(
@@ -51,4 +56,6 @@ class Counters:
             cache.host.onloaded_blocks,
             *((0, 0, 0) if checkpoints is None else (checkpoints.saved, checkpoints.restored, checkpoints.evicted)),
             self.poisoned_shares,
+            next_turns.computed_tokens,
+            next_turns.used_tokens,
         )

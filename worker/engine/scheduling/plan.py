@@ -63,6 +63,11 @@ class StepPlan(NamedTuple):
     def num_tokens(self) -> int:
         return sum(one.num_tokens for one in self.scheduled)
 
+    @property
+    def is_ahead(self) -> bool:
+        """Whether it computes a turn that is only expected, and nothing else."""
+        return any(one.sequence.is_ahead for one in self.scheduled)
+
     def batches(self) -> list[list[ScheduledTokens]]:
         """Returns the shares in batches that can be computed together: one for each adapter set, then those of
         suspects, apart from all others.

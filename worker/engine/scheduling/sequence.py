@@ -85,6 +85,10 @@ class Sequence:
     arrived_at: float = 0.0
     isolated: bool = False
     """It has its steps to itself until it has a new token, because an engine died in a step with it."""
+    is_ahead: bool = False
+    """It only computes the prompt of a turn that is expected, all but the last token, and samples nothing."""
+    ahead: range = range(0)
+    """The tokens of its prompt that were computed ahead for it."""
     matcher: "SequenceMatcher | None" = None
     """The state of its constraint after all sampled tokens; None if its output is unconstrained."""
     reasoning_budget: ReasoningBudget | None = None

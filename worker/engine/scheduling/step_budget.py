@@ -13,6 +13,8 @@ _WEIGHT = 0.3
 """The newest step's weight in the running estimate, which adapts to a change of speed within a handful of steps."""
 _NO_DECODE_FACTOR = 3
 """A step may take this many times its target while no sequence decodes. Routers take a step of 2 s for a hung one."""
+_AHEAD_SHARE = 0.25
+"""The part of its target that a step may take in which nobody waits for anything, but a request may come."""
 _TILE_FACTOR = 2
 """A step may take this many times its target to have a whole tile of tokens: in the middle of a prompt of 1,200 tokens,
 a step of 64 takes 0.52 s and two of 36 take 0.75 s (0.5B shape, 2 cores)."""
@@ -47,6 +49,11 @@ class StepBudget:
     def prefill_tokens(self, num_decoding: int) -> int:
         """The prompt tokens for a step with `num_decoding` decoding sequences: few until steps have been timed."""
         return self.tokens_within(self.target_s(num_decoding), num_decoding)
+
+    @property
+    def ahead_tokens(self) -> int:
+        """The tokens of an expected turn in a step: few, since a request that comes waits for that step."""
+        return self.tokens_within(_AHEAD_SHARE * self._target_s)
 
     def tokens_within(self, seconds: float, num_decoding: int = 0) -> int:
         """The prompt tokens that can be computed in this time alongside `num_decoding` decoding sequences."""

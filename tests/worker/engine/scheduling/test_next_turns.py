@@ -1,0 +1,167 @@
+"""Expected turns are computed in steps that nobody else needs, set aside for any request, and counted when used."""
+
+import pytest
+
+from tests.support.executed_scheduler import ExecutedScheduler, sizes
+from tokenbus.worker.contract import engine_request
+from tokenbus.worker.engine.kv.prefix_tree import Domain
+from tokenbus.worker.engine.scheduling.next_turns import NextTurn, NextTurns
+from tokenbus.worker.engine.scheduling.sequence import Sequence
+
+QUESTION = "What is the weather like in Oslo today?"
+ANSWER = "It rains in the morning, then the sun comes out."
+NEXT = QUESTION + ANSWER + "\n<user>"
+
+
+def conversation(**settings: int) -> ExecutedScheduler:
+    """One whose first turn has ended; its answer is not what the next prompt repeats."""
+    executed = ExecutedScheduler(**settings)
+    executed.add(1, QUESTION + "<think>", max_tokens=20)
+    executed.run()
+    return executed
+
+
+def ahead(executed: ExecutedScheduler, tokens: int = 16) -> list[tuple[int, int, int]]:
+    """The shares of all steps that are computed until nothing more is expected."""
+    shares = []
+    while executed.scheduler.next_turns:
+        shares += sizes(executed.step(ahead_tokens=tokens))
+    return shares
+
+
+def test_a_turn_is_computed_from_where_it_differs_up_to_its_last_token() -> None:
+    executed = conversation()
+    executed.expect(2, NEXT, len(QUESTION))
+    shares = ahead(executed)
+    assert shares[0][1] == len(QUESTION)
+    assert [share[2] for share in shares[:-1]] == [16] * (len(shares) - 1)
+    assert shares[-1][1] + shares[-1][2] == len(NEXT) - 1
+    assert executed.scheduler.next_turns.computed_tokens == len(NEXT) - 1 - len(QUESTION)
+
+
+def test_the_next_turn_computes_only_what_is_new_and_its_tokens_stay_the_same() -> None:
+    executed = conversation()
+    executed.expect(2, NEXT, len(QUESTION))
+    ahead(executed)
+    one = executed.add(3, NEXT + "And tomorrow?")
+    executed.run()
+    assert one.num_cached == len(NEXT) - 1
+    assert list(one.token_ids[one.num_prompt :]) == executed.answer(NEXT + "And tomorrow?")
+    turns = executed.scheduler.next_turns
+    assert turns.used_tokens == turns.computed_tokens == len(NEXT) - 1 - len(QUESTION)
+
+
+def test_nothing_is_computed_ahead_while_any_sequence_runs_or_waits() -> None:
+    executed = conversation(max_num_seqs=1)
+    executed.expect(2, NEXT, len(QUESTION))
+    executed.add(3, "one", max_tokens=3)
+    executed.add(4, "two", max_tokens=3)
+    while executed.scheduler.has_work:
+        assert all(number != 2 for number, _, _ in sizes(executed.step(ahead_tokens=16)))
+    assert ahead(executed)
+
+
+def test_a_request_sets_a_turn_aside_at_once_and_it_continues_where_it_was() -> None:
+    executed = conversation(max_num_seqs=1)
+    executed.expect(2, NEXT, len(QUESTION))
+    executed.step(ahead_tokens=16)
+    other = executed.add(3, "a request", max_tokens=2)
+    assert sizes(executed.step(ahead_tokens=16)) == [(3, 0, len("a request"))]
+    executed.run()
+    assert other.num_sampled == 2
+    assert ahead(executed)[0][1] == len(QUESTION) + 16
+    assert executed.scheduler.next_turns.computed_tokens == len(NEXT) - 1 - len(QUESTION)
+
+
+def test_a_turn_whose_request_comes_early_is_given_up_and_its_part_is_used() -> None:
+    executed = conversation()
+    executed.expect(2, NEXT, len(QUESTION))
+    executed.step(ahead_tokens=16)
+    one = executed.add(3, NEXT + "And tomorrow?")
+    executed.run()
+    assert one.num_cached == len(QUESTION) + 16
+    assert executed.scheduler.next_turns.used_tokens == 16
+    assert not executed.scheduler.next_turns
+
+
+def test_where_the_answer_is_cached_as_it_is_rendered_nothing_is_computed() -> None:
+    executed = conversation()
+    executed.add(2, QUESTION + "<think>" + ANSWER)
+    executed.run()
+    executed.expect(3, QUESTION + "<think>" + ANSWER, len(QUESTION))
+    assert ahead(executed) == []
+    assert executed.scheduler.next_turns.computed_tokens == 0
+
+
+def test_another_answer_to_the_last_prompt_is_not_taken_for_the_next_turn() -> None:
+    executed = conversation()
+    executed.expect(2, NEXT, len(QUESTION))
+    executed.add(3, QUESTION + "<think>")
+    executed.run()
+    assert executed.scheduler.next_turns
+    executed.add(4, NEXT)
+    assert not executed.scheduler.next_turns
+
+
+def test_the_load_says_nothing_of_a_turn_that_is_computed_ahead() -> None:
+    executed = conversation()
+    before = executed.scheduler.load()
+    executed.expect(2, NEXT, len(QUESTION))
+    executed.step(ahead_tokens=16)
+    load = executed.scheduler.load()
+    assert (load.running, load.waiting, load.queued_prefill_tokens) == (0, 0, 0)
+    assert (load.used_blocks, load.expected_blocks, load.computed_tokens) == (0, 0, before.computed_tokens)
+    assert load.cached_blocks + load.free_blocks == before.cached_blocks + before.free_blocks
+    assert not executed.scheduler.has_work
+
+
+def test_a_turn_for_which_there_is_no_room_is_given_up() -> None:
+    executed = conversation(total_blocks=20)
+    executed.expect(2, NEXT, len(QUESTION))
+    assert ahead(executed) == []
+    assert not executed.scheduler.next_turns
+
+
+def turn(seq_no: int, tenant: str, num_tokens: int = 8) -> NextTurn:
+    executed = ExecutedScheduler()
+    return executed.expect(seq_no, "x" * num_tokens, 4, tenant)
+
+
+def test_tenants_take_turns_by_what_was_computed_for_them() -> None:
+    turns = NextTurns()
+    first, second, third = turn(1, "acme"), turn(2, "acme"), turn(3, "other")
+    for one in (first, second, third):
+        turns.add(one)
+    assert turns.next() is first
+    assert first.sequence is not None
+    turns.computed(first.sequence, 4)
+    turns.done(first.sequence)
+    assert turns.next() is third
+    assert third.sequence is not None
+    turns.computed(third.sequence, 5)
+    turns.done(third.sequence)
+    assert turns.next() is second
+
+
+def test_the_tenant_with_the_most_tokens_loses_its_oldest_turn() -> None:
+    turns = NextTurns()
+    few = turn(1, "few")
+    turns.add(few)
+    many = [turn(number, "many") for number in range(2, 60)]
+    for one in many:
+        turns.add(one)
+    assert len(turns) == 32
+    assert turns.turn_of(few.sequence or many[0].sequence) is few  # type: ignore[arg-type]
+    assert many[0].sequence is not None
+    assert turns.turn_of(many[0].sequence) is None
+
+
+@pytest.mark.parametrize("num_sampled", [0, 2])
+def test_a_resumed_stream_is_not_a_next_turn(num_sampled: int) -> None:
+    turns = NextTurns()
+    expected = turn(1, "acme")
+    turns.add(expected)
+    sampling = engine_request.Sampling(max_tokens=9)
+    one = Sequence(2, expected.token_ids * 2, sampling, (), num_resumed=num_sampled, domain=Domain("acme"))
+    turns.came(one)
+    assert len(turns) == (1 if num_sampled else 0)
