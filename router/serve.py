@@ -47,6 +47,7 @@ from tokenbus.router.requests.intake import Intake
 from tokenbus.router.requests.lifecycle import RequestLifecycle
 from tokenbus.router.requests.listing import SystemListing
 from tokenbus.router.requests.models import ModelCatalog
+from tokenbus.router.requests.next_turns import NextTurns
 from tokenbus.router.requests.passing_on import PassingOn
 from tokenbus.router.requests.queueing.model_loads import ModelLoads
 from tokenbus.router.requests.queueing.placement_queue import PlacementQueue, PolicySettings
@@ -121,6 +122,7 @@ class Router:
             quota,
             self._telemetry,
             self.ends,
+            NextTurns(self.fleet, prompts, workers),
         )
         self._calls = ClientCalls(self._replies, tracer, self.ends, quota)
         kinds: list[CallKind[Any, Any]] = [

@@ -281,10 +281,7 @@ _MEMORY = (
         "What the next turns of conversations begin with, computed while the engine was idle, and how much of it the "
         "turns that came have used. If little is used, --no-speculative-prefill saves the work.",
         "suffix: tokens/s",
-        (
-            Query(_rate("next_turn_tokens", event="computed"), f"{_NAME} computed"),
-            Query(_rate("next_turn_tokens", event="used"), f"{_NAME} used"),
-        ),
+        (Query(_rate("next_turn_tokens", "worker_id, event"), f"{_NAME} {{{{event}}}}"),),
     ),
     Panel(
         "Requests that failed in a row",

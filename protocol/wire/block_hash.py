@@ -95,3 +95,18 @@ def unpack_token_ids(data: bytes) -> "array[int]":
 def _shortest_decimal(scale: float) -> str:
     """Returns the shortest decimal that reads back as the same number: `1`, `0.5`, `1e-07`."""
     return repr(float(scale)).removesuffix(".0")
+
+
+def num_common_tokens(one: bytes, other: bytes) -> int:
+    """The number of leading token ids that two runs have in common."""
+    most = min(len(one), len(other))
+    if one[:most] == other[:most]:
+        return most // TOKEN_BYTES
+    low, high = 0, most // TOKEN_BYTES  # they are equal up to `low` and differ before `high`
+    while high - low > 1:
+        middle = (low + high) // 2
+        if one[: middle * TOKEN_BYTES] == other[: middle * TOKEN_BYTES]:
+            low = middle
+        else:
+            high = middle
+    return low

@@ -88,6 +88,11 @@ MAX_CONTROL_LINE_BYTES = 4_000
 """Subject and reply subject of one message, with some overhead; the broker closes a connection at 4,096."""
 MAX_INBOX_BYTES = 2_048
 """A client's reply subject; it must fit into `MAX_CONTROL_LINE_BYTES` together with the reply subject of a chunk."""
+MAX_TOLD_ANSWER_BYTES = 24 * 1024
+"""The largest answer that the end of a stream may have, as MessagePack: an entry of the event log has to fit in the
+smallest message."""
+MAX_TOLD_ANSWER_BYTES = 24 * 1024
+"""The largest answer that the end of a stream may have: an entry of the event log fits in the smallest message."""
 MESSAGE_RESERVE_BYTES = 4 * 1024
 """Room that a message needs beyond its body, for subject, reply subject and headers."""
 

@@ -236,6 +236,8 @@ class Attempts:
             routing_options=flight.request.routing,
             copy_of=flight.request.copy_of or "",
             passes_on=True,
+            wants_answer=flight.wants_answer,
+            wants_reasoning=flight.wants_reasoning,
         )
 
     def _send(self, flight: Flight, attempt: Attempt, staged: Outgoing) -> None:

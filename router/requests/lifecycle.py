@@ -27,6 +27,7 @@ from tokenbus.router.requests.dispatch import Dispatcher
 from tokenbus.router.requests.flights.ends import BY_WORKER, RequestEnds
 from tokenbus.router.requests.flights.flight import Flight, Flights
 from tokenbus.router.requests.flights.request_telemetry import FlightTelemetry
+from tokenbus.router.requests.next_turns import NextTurns
 from tokenbus.router.requests.queueing.model_loads import ModelLoads
 from tokenbus.router.requests.queueing.placement_queue import PlacementQueue
 from tokenbus.router.requests.terminals import TerminalPublisher
@@ -60,6 +61,7 @@ class RequestLifecycle:
         quota: Quota,
         telemetry: FlightTelemetry,
         ends: RequestEnds,
+        next_turns: NextTurns,
     ) -> None:
         self._fleet = fleet
         self._flights = flights
@@ -71,6 +73,7 @@ class RequestLifecycle:
         self._quota = quota
         self._telemetry = telemetry
         self._ends = ends
+        self._next_turns = next_turns
         self._trimmed_at = 0.0
         self._offer: Callable[[Flight], Awaitable[bool]] | None = None
         """Asks another router to take over a request when this one stops."""
@@ -154,6 +157,7 @@ class RequestLifecycle:
 
     def finish(self, flight: Flight) -> None:
         """Forgets a request that its worker has ended, and tells its end if this router is its guardian."""
+        self._next_turns.ended(flight)
         self._remove(flight, is_end=True)
         self._terminals.log_end(flight, BY_WORKER)
         self._ends.tell_ended_by_worker(flight)
@@ -378,12 +382,14 @@ class RequestLifecycle:
 
     def _set_prompt(self, flight: Flight, packed: bytes) -> None:
         """Takes the tokens of a request's prompt."""
+        self._next_turns.keep(flight)
         # the seed is drawn here, or a worker that continues the stream would draw another
         self._flights.set_prompt_ids(flight, packed, secrets.randbits(32))
 
     def _remove(self, flight: Flight, *, is_end: bool) -> None:
         """Forgets a request, and corrects what it was charged if it has ended; otherwise its next guardian does."""
         self._flights.remove(flight)
+        self._next_turns.forget(flight)
         prompt, completion = flight.num_prompt_tokens, flight.num_streamed_tokens
         if (end := flight.end) is not None:
             prompt, completion = end.prompt_tokens, end.completion_tokens

@@ -175,7 +175,9 @@ class RequestTraces:
 
 def _kept(end: internal.StreamEnd | None) -> internal.StreamEnd | None:
     """Returns what is kept of a worker's report: no text, which a worker may make long."""
-    return None if end is None else codec.replace(end, id="", router_id="", code="", gaps=end.gaps[:_MAX_GAPS])
+    if end is None:
+        return None
+    return codec.replace(end, id="", router_id="", code="", gaps=end.gaps[:_MAX_GAPS], answer=None)
 
 
 def _waited_s(way: Way, received_at: float, ended_at: float, times: tuple[float, float] | None) -> float:

@@ -23,6 +23,7 @@ from tokenbus.router.requests.flights.request_telemetry import FlightTelemetry, 
 from tokenbus.router.requests.flights.worker_client import WorkerClient
 from tokenbus.router.requests.guardianship import Guardianship
 from tokenbus.router.requests.lifecycle import RequestLifecycle
+from tokenbus.router.requests.next_turns import NextTurns
 from tokenbus.router.requests.recovery import Recovery
 from tokenbus.router.telemetry.metrics import RouterMetrics
 from tokenbus.router.workers.worker import Worker
@@ -111,7 +112,15 @@ class Testbed:
         metrics = RouterMetrics()
         telemetry = FlightTelemetry(metrics, tracing.NoopTracer(), RequestLogSettings())
         self.dispatcher = Dispatcher()
-        parts = (self.dispatcher, NoLoads(), Terminals(), free_quota(), telemetry, RequestEnds())
+        parts = (
+            self.dispatcher,
+            NoLoads(),
+            Terminals(),
+            free_quota(),
+            telemetry,
+            RequestEnds(),
+            NextTurns(self.fleet, None, None),
+        )
         self.lifecycle = RequestLifecycle(self.fleet, self.flights, None, Queue(), *parts)  # type: ignore[arg-type]
         attempts = Attempts(self.broker, NAMES, None, self.fleet, self.flights, "this-router")  # type: ignore[arg-type]
         self.parts = WorkerClient(self.broker, NAMES, "this-router", 1_000_000)  # type: ignore[arg-type]

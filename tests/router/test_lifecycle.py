@@ -12,6 +12,7 @@ from tokenbus.router.requests.flights.ends import RequestEnds
 from tokenbus.router.requests.flights.flight import Flight, Flights
 from tokenbus.router.requests.flights.request_telemetry import FlightTelemetry, RequestLogSettings
 from tokenbus.router.requests.lifecycle import RequestLifecycle
+from tokenbus.router.requests.next_turns import NextTurns
 from tokenbus.router.telemetry.metrics import RouterMetrics
 from tokenbus.router.workers.worker import Worker
 
@@ -66,7 +67,15 @@ class Testbed:
         telemetry = FlightTelemetry(RouterMetrics(), tracing.NoopTracer(), RequestLogSettings())
         queue = Queue(self.dispatcher)
         self.ends = RequestEnds()
-        parts = (self.dispatcher, NoLoads(), self.terminals, free_quota(), telemetry, self.ends)
+        parts = (
+            self.dispatcher,
+            NoLoads(),
+            self.terminals,
+            free_quota(),
+            telemetry,
+            self.ends,
+            NextTurns(self.fleet, None, None),
+        )
         self.lifecycle = RequestLifecycle(self.fleet, self.flights, None, queue, *parts)  # type: ignore[arg-type]
         self.offered: list[str] = []
         self._accepts = accepts

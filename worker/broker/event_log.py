@@ -145,9 +145,9 @@ class Ends(NamedTuple):
     def parts(self) -> "Iterator[Ends]":
         """Yields the same requests, as many at a time as fit in an entry."""
         failed = set(self.failed)
-        for at in range(0, len(self.keys), _ENDS_PER_ENTRY):
-            keys = self.keys[at : at + _ENDS_PER_ENTRY]
-            yield Ends(keys, [key for key in keys if key in failed], self.reports[at : at + _ENDS_PER_ENTRY])
+        for reports in _parts_of(self.reports, _answer_bytes, _ENDS_PER_ENTRY, limits.MAX_TOLD_ANSWER_BYTES):
+            keys = [report.id for report in reports]
+            yield Ends(keys, [key for key in keys if key in failed], reports)
 
 
 NO_ENDS = Ends([], [], [])
@@ -402,6 +402,10 @@ def _cut_runs(runs: Iterable[internal.BlockRun]) -> Iterator[internal.BlockRun]:
             # a split run continues after the last hash of the previous part
             parent = run.hashes[at - 1] if at else run.parent
             yield internal.BlockRun(parent=parent, hashes=run.hashes[at : at + HASHES_PER_PART])
+
+
+def _answer_bytes(report: internal.StreamEnd) -> int:
+    return 0 if report.answer is None else len(codec.encode(report.answer))
 
 
 def _parts_of(

@@ -176,6 +176,7 @@ class Endpoints:
             "control": service(
                 internal.Control, validation.check_control, self._control, partial(internal.ControlReply, ok=False)
             ),
+            "next_turn": service(internal.NextTurn, validation.check_next_turn, self._next_turn),
             "take": service(internal.Take, validation.check_take, self._take),
             "snapshot": service(internal.SnapshotRequest, _allow, self._send_snapshot),
             "abort": service(internal.AbortCall, _allow, self._abort),
@@ -290,6 +291,9 @@ class Endpoints:
         # while chunks wait for the broker there is no reply: the router asks again
         if (reply := self._streams.take(take)) is not None:
             self._reply(message, reply)
+
+    def _next_turn(self, message: Msg, turn: internal.NextTurn) -> None:
+        self._streams.next_turns.expect(turn)
 
     def _answer_operator(self, message: Msg, control: internal.Control | None, reply: internal.ControlReply) -> None:
         """Replies to an operator, and logs the command and its result.

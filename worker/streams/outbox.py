@@ -152,7 +152,7 @@ class Outbox:
         ends = NO_ENDS
         if ended:
             failed = [stream.key for stream, terminal, _ in ended if has_failed(terminal)]
-            reports = [stream.end_report(terminal) for stream, terminal, _ in ended]
+            reports = [stream.end_report(terminal, tells_answer=True) for stream, terminal, _ in ended]
             ends = Ends([stream.key for stream, *_ in ended], failed, reports)
         if not self._announcer.publish_step(self._sampled, chunks, ends):
             return False

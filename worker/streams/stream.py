@@ -13,16 +13,16 @@ from msgspec import UNSET, UnsetType
 
 from tokenbus.protocol.telemetry import long_waits, tracing
 from tokenbus.protocol.telemetry.long_waits import BackoffTimer
-from tokenbus.protocol.wire import codec, errors, internal, messages, subjects
+from tokenbus.protocol.wire import codec, errors, internal, limits, messages, subjects
 from tokenbus.protocol.wire.params import GenerationParams
 from tokenbus.worker.contract import engine_output
 from tokenbus.worker.kv_exchange.fetcher import Fetch
-from tokenbus.worker.streams import prompt_scores
+from tokenbus.worker.streams import next_turns, prompt_scores
 from tokenbus.worker.streams.chunk_marks import ChunkMarks
 from tokenbus.worker.streams.holds import Hold
 from tokenbus.worker.streams.prompt_copies import MAX_COPIES, prompt_digest, without_prompt
 from tokenbus.worker.streams.prompt_scores import PromptScoreBuffer
-from tokenbus.worker.streams.replay_buffer import ReplayBuffer
+from tokenbus.worker.streams.replay_buffer import ReplayBuffer, Segment
 
 LONG_PROMPT_S = 2.0
 """A prompt that takes longer is logged after this time, again each time it doubles, and when it is computed."""
@@ -58,6 +58,7 @@ class LongPrompt:
 
 
 _NO_TIMINGS = messages.Timings(queue_ms=0.0, prefill_ms=0.0, ttft_ms=0.0, decode_ms=0.0, total_ms=0.0)
+_COMPLETE = (messages.FinishReason.STOP, messages.FinishReason.TOOL_CALLS)
 _ANSWER_SIZE = "the whole answer does not fit one message: stream it"
 _STEP_SIZE = "what one step brought does not fit one message of this broker: ask for fewer logprobs"
 
@@ -69,11 +70,11 @@ class WorkerStream:
     __slots__ = (
         "_id", "_model", "_prompt_digest", "_prompt_scores", "_replay_buffer", "_token_bytes", "_wants_plain",
         "_worker_id", "accepted_at", "began_at", "cancel_error", "counts_prompt", "created", "deadline", "fetch",
-        "first_token", "first_token_sent", "gaps", "guardian", "hash_scheme", "hold", "is_given_up", "is_open",
-        "is_stranded", "is_streamed", "key", "last_chunk_at", "last_logprobs", "last_words", "long_prompt", "marks",
-        "max_reasoning_tokens", "max_tokens", "named_guardian", "num_copies", "num_prompt_tokens", "num_resumed",
-        "offered_at", "replayed_at", "run", "sampling", "slow", "span", "stopped_by", "stranded_at", "stream_no",
-        "terminal",
+        "first_token", "first_token_sent", "gaps", "guardian", "has_told_answer", "hash_scheme", "hold", "is_given_up",
+        "is_open", "is_stranded", "is_streamed", "key", "last_chunk_at", "last_logprobs", "last_words", "long_prompt",
+        "marks", "max_reasoning_tokens", "max_tokens", "named_guardian", "num_copies", "num_prompt_tokens",
+        "num_resumed", "offered_at", "replayed_at", "run", "sampling", "slow", "span", "stopped_by", "stranded_at",
+        "stream_no", "terminal",
     )  # fmt: skip
 
     def __init__(
@@ -165,6 +166,8 @@ class WorkerStream:
         """The fetch of blocks for its prompt, once that has ended."""
         self.gaps: list[int] = []
         """Once it has ended, how often the time between two outputs was below 1 ms, 2, 4, 8 and so on."""
+        self.has_told_answer = False
+        """Whether its guardian has got its answer, to say how the next turn begins."""
         self.terminal: messages.Chunk | None = None
         """The last chunk; once it is made, the stream accepts no more outputs."""
         self.cancel_error: errors.Error | None = None
@@ -378,8 +381,8 @@ class WorkerStream:
             router_id=self.run.router_id,
         )
 
-    def end_report(self, terminal: messages.Chunk) -> internal.StreamEnd:
-        """Returns what the stream's terminal says, for its guardian."""
+    def end_report(self, terminal: messages.Chunk, *, tells_answer: bool = False) -> internal.StreamEnd:
+        """Returns what the stream's terminal says, for its guardian, with the whole answer if it wants that."""
         assert terminal.finish_reason is not None
         usage, timings = terminal.usage or None, terminal.timings or _NO_TIMINGS
         return internal.StreamEnd(
@@ -395,7 +398,18 @@ class WorkerStream:
             fetched_tokens=timings.fetched_tokens or 0,
             fetch_ms=timings.fetch_ms or 0.0,
             gaps=self.gaps,
+            answer=self._answer(terminal) if tells_answer and self.run.wants_answer else None,
         )
+
+    def _answer(self, terminal: messages.Chunk) -> messages.ChatMessage | None:
+        """Returns the whole answer, if it is complete, has reasoning, and is not too long."""
+        buffer = self._replay_buffer
+        if terminal.finish_reason not in _COMPLETE or not (buffer.reasoning_bytes or terminal.reasoning):
+            return None
+        parts: list[Segment | messages.Chunk] = [buffer.segment(0, buffer.num_tokens)] if self.is_streamed else []
+        answer = next_turns.to_message([*parts, terminal], with_reasoning=self.run.wants_reasoning)
+        self.has_told_answer = len(codec.encode(answer)) <= limits.MAX_TOLD_ANSWER_BYTES
+        return answer if self.has_told_answer else None
 
     def fail(self) -> messages.Chunk:
         """Ends the stream with an error, because of a bug; returns the terminal, which has no text."""

@@ -171,6 +171,14 @@ def check_take(take: internal.Take) -> None:
     check_ranges(take)
 
 
+def check_next_turn(turn: internal.NextTurn) -> None:
+    """Raises RequestError for a turn that no router expects."""
+    check_key(turn.request_id)
+    check_ranges(turn)
+    if not turn.token_ids or len(turn.token_ids) % block_hash.TOKEN_BYTES:
+        raise invalid_field("token_ids", "must be 32-bit integers, at least one")
+
+
 def check_beat(beat: internal.Beat) -> None:
     """Raises RequestError for a beat that no process sends."""
     check_ranges(beat)

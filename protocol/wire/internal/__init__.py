@@ -33,6 +33,7 @@ from tokenbus.protocol.wire.internal.runs import FetchSource as FetchSource
 from tokenbus.protocol.wire.internal.runs import Guard as Guard
 from tokenbus.protocol.wire.internal.runs import GuardCheck as GuardCheck
 from tokenbus.protocol.wire.internal.runs import GuardReply as GuardReply
+from tokenbus.protocol.wire.internal.runs import NextTurn as NextTurn
 from tokenbus.protocol.wire.internal.runs import Run as Run
 from tokenbus.protocol.wire.internal.runs import RunAdapter as RunAdapter
 from tokenbus.protocol.wire.internal.runs import RunReply as RunReply

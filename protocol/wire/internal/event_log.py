@@ -63,6 +63,8 @@ class StreamEnd(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     fetch_ms: float = 0.0
     gaps: list[int] = []
     """Times between tokens here: how many took less than 1 ms, 2, 4, 8 and so on; the 14th counts all from 4,096 ms."""
+    answer: public.ChatMessage | None = None
+    """The answer as a message, if the run wants it and the model has reasoned: the next turn's prompt may lack that."""
 
 
 class Fetched(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

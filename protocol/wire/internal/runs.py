@@ -117,6 +117,10 @@ class Run(public.Message, frozen=True, kw_only=True, omit_defaults=True):
     """The id of the request whose prompt this one has, as its client says."""
     passes_on: bool = False
     """Deprecated since 0.2.1: every router passes on cancels and resyncs. Still true, for workers of 0.2.0."""
+    wants_answer: bool = False
+    """Whether the end of the stream is to have its answer, since the router can then say how the next turn begins."""
+    wants_reasoning: bool = False
+    """Whether that answer is to have its reasoning, which this conversation's client sends back."""
 
 
 class RunReply(public.Message, frozen=True, kw_only=True, omit_defaults=True):
@@ -196,6 +200,20 @@ class ControlReply(public.Message, frozen=True, kw_only=True, omit_defaults=True
     """The new replicas, once a `load` is done."""
     epoch: str | None = None
     """The epoch in which a `drop` was carried out; a later epoch knows nothing of what an earlier one has published."""
+
+
+class NextTurn(public.Message, frozen=True, kw_only=True, omit_defaults=True):
+    """Tells a worker how the next turn of a conversation is likely to begin, once its stream has ended there, so that
+    idle steps can compute it. Nothing is replied."""
+
+    request_id: str
+    """The request that has ended, as `<tenant token>:<id>`."""
+    epoch: str
+    """The worker's epoch."""
+    num_known: Annotated[int, COUNT]
+    """The number of leading tokens of that request's prompt with which the next one begins too."""
+    token_ids: bytes
+    """The tokens that follow these, as unsigned 32-bit little-endian integers."""
 
 
 class Take(public.Message, frozen=True, kw_only=True, omit_defaults=True):

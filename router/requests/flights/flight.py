@@ -84,6 +84,10 @@ class Flight:
     end: internal.StreamEnd | None = None
     """Its end there, if that worker says how it has ended."""
     cancelled: bool = False
+    wants_answer: bool = False
+    """Whether its worker is to send the answer at its end, to say how the next turn begins."""
+    wants_reasoning: bool = False
+    """Whether that answer is to have the reasoning."""
     last_words: messages.Chunk | None = None
     """The terminal of a worker that gave it up, in case no other continues it; None once another worker may have."""
     num_charged: int = 0

@@ -28,6 +28,8 @@ _INLINE_CHARS = 2_048
 """Longer texts are tokenized on a thread: these take at most half a millisecond of the event loop."""
 _MAX_THREADS = 4
 _TIMEOUT_S = 4.0
+_BESIDE_S = 2.0
+"""What nobody waits for is queued as if it had arrived this much later."""
 
 _TOKENIZE = Operation("tokenize", codec.Decoder(internal.TokenizeResult))
 _DETOKENIZE = Operation("detokenize", codec.Decoder(internal.DetokenizeResult))
@@ -108,11 +110,20 @@ class PromptTokenizer:
         """Does the same for any prompt, which is tokenized if necessary."""
         if (given := self.pack_given(flight, workers)) is not None:
             return given
-        remaining_s, prompt = flight.remaining_s(time.monotonic()), _prompt_of(flight)
+        remaining_s, prompt = flight.remaining_s(time.monotonic()), prompt_of(flight)
         with self._telemetry.tokenizing(flight):
             packed = await self._tokenize(prompt, workers, remaining_s, lambda: flight.cancelled, is_bounded=True)
         _check_length(len(packed) // block_hash.TOKEN_BYTES, self._longest_context(flight.model, workers))
         return packed
+
+    async def pack_beside(self, prompt: Prompt, worker: Worker) -> bytes | None:
+        """Returns the packed tokens of a conversation that nobody waits for, with the tokenizer of a worker that has
+        been fetched; None if there is none. It comes after the tenant's own. Raises RequestError."""
+        tokenizer = self._tokenizers.find_fetched([worker])
+        if tokenizer is None:
+            return None
+        beside = prompt._replace(key=f"{prompt.key} next", arrived_at=time.monotonic() + _BESIDE_S)
+        return await self._pack(beside, tokenizer, worker.card.context_length - 1)
 
     async def tokenize(self, prompt: Prompt, timeout_s: float) -> list[int]:
         """Returns the token ids of a prompt, however many they are. Raises RequestError."""
@@ -218,7 +229,8 @@ class PromptTokenizer:
         return max(longest, self._fleet.model(model).max_context_length)
 
 
-def _prompt_of(flight: Flight) -> Prompt:
+def prompt_of(flight: Flight) -> Prompt:
+    """Returns the prompt of a request that is not tokenized yet."""
     request = flight.request
     asked = request.reasoning or ReasoningOptions()
     source = internal.Tokenize(

@@ -16,7 +16,7 @@ from tokenbus.worker.engine.kv.checkpoint_tree import Checkpoint
 from tokenbus.worker.engine.kv.checkpoints import Checkpoints
 from tokenbus.worker.engine.kv.ops import Share, Truncate, Wipe
 from tokenbus.worker.engine.kv.prefix_cache import PrefixCache
-from tokenbus.worker.engine.kv.prefix_tree import Block, Domain, Root, num_common_tokens
+from tokenbus.worker.engine.kv.prefix_tree import Block, Domain, Root
 from tokenbus.worker.engine.kv.retention import NO_HINT, CacheHint
 
 _CONTINUED_SHARE = 0.5
@@ -329,7 +329,7 @@ class CheckpointedAllocation(Allocation):
             return 0
         count = min(len(token_ids), len(other))
         one, two = block_hash.pack_token_ids(token_ids[:count]), block_hash.pack_token_ids(other[:count])
-        position = self._last_boundary(min(num_common_tokens(one, two), count - _GENERATION_PROMPT_TOKENS))
+        position = self._last_boundary(min(block_hash.num_common_tokens(one, two), count - _GENERATION_PROMPT_TOKENS))
         if position < self._cache.min_prefix_tokens:
             return 0
         if position > num_computed and (self.stop is None or position < self.stop):

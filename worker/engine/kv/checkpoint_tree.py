@@ -10,8 +10,9 @@ import dataclasses
 from collections.abc import Sequence as Listing
 from typing import NamedTuple
 
+from tokenbus.protocol.wire import block_hash
 from tokenbus.protocol.wire.block_hash import TOKEN_BYTES
-from tokenbus.worker.engine.kv.prefix_tree import BlockLabel, RootName, digest_of, num_common_tokens
+from tokenbus.worker.engine.kv.prefix_tree import BlockLabel, RootName, digest_of
 from tokenbus.worker.engine.kv.retention import SessionKey
 
 
@@ -160,7 +161,7 @@ def _split(node: TokenRun, num_tokens: int) -> TokenRun:
 def _num_common(child: TokenRun, tokens: bytes, at: int) -> int:
     """Returns how many tokens of a node match those from `at` on. Only these are copied: a prompt may be long."""
     start = TOKEN_BYTES * at
-    return num_common_tokens(child.tokens, tokens[start : start + len(child.tokens)])
+    return block_hash.num_common_tokens(child.tokens, tokens[start : start + len(child.tokens)])
 
 
 def _token(tokens: bytes, at: int) -> bytes:

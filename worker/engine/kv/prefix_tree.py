@@ -176,7 +176,7 @@ class Block:
 
         In byte order, the child with the longest common prefix is one of the two neighbours."""
         at = bisect.bisect_left(self._keys, tokens)
-        found = [(num_common_tokens(key, tokens), key) for key in self._keys[max(0, at - 1) : at + 1]]
+        found = [(block_hash.num_common_tokens(key, tokens), key) for key in self._keys[max(0, at - 1) : at + 1]]
         most, key = max(found, default=(0, b""))
         return (self.children[key], most) if most else None
 
@@ -315,18 +315,3 @@ class PrefixTree:
 def digest_of(data: bytes) -> bytes:
     """Returns a cryptographic digest."""
     return hashlib.blake2b(data, digest_size=DIGEST_BYTES).digest()
-
-
-def num_common_tokens(one: bytes, other: bytes) -> int:
-    """The number of leading token ids that two runs have in common."""
-    most = min(len(one), len(other))
-    if one[:most] == other[:most]:
-        return most // TOKEN_BYTES
-    low, high = 0, most // TOKEN_BYTES  # they are equal up to `low` and differ before `high`
-    while high - low > 1:
-        middle = (low + high) // 2
-        if one[: middle * TOKEN_BYTES] == other[: middle * TOKEN_BYTES]:
-            low = middle
-        else:
-            high = middle
-    return low

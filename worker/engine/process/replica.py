@@ -14,6 +14,7 @@ from pathlib import Path
 import structlog
 
 from tokenbus.protocol.wire import block_hash, codec, errors
+from tokenbus.worker.contract import contract
 from tokenbus.worker.contract.contract import RecoveredCopies
 from tokenbus.worker.contract.engine_errors import DeviceError, ModelError, ModelTooLargeError
 from tokenbus.worker.contract.engine_settings import SchedulerSettings
@@ -66,7 +67,11 @@ def serve(
         loop = StepLoop(
             runner, inbox, send, step_target_s, scheduler_settings, step_gate, lane_share=lane_share, debug=debug
         )
-        config = codec.replace(runner.config, end_token_ids=tuple(sorted(runner.end_token_ids)))
+        config = codec.replace(
+            runner.config,
+            end_token_ids=tuple(sorted(runner.end_token_ids)),
+            features=(*runner.config.features, *_idle_features(runner.config, scheduler_settings)),
+        )
         recovery = RecoveredCopies() if runner.copies is None else runner.copies.recovery
         ready = ipc.encode(ipc.Ready(config, runner.token_bytes, runner.bundle, recovery, loop.take_recovered()))
     except ConnectionError:  # the frontend has closed its end
@@ -134,6 +139,13 @@ def _open_copies(runner: Runner, memory_fd: int | None, folder: CacheFolder | No
             raise ModelError(f"--host-cache-mib: {error}") from error
     elif memory_fd is not None:
         os.close(memory_fd)
+
+
+def _idle_features(config: contract.EngineConfig, settings: SchedulerSettings | None) -> tuple[str, ...]:
+    """Returns the feature of an engine that computes next turns while it is idle: that pays where the model reasons."""
+    is_wanted = settings is None or not settings.no_speculative_prefill
+    reasons = config.chat_format is not None and config.chat_format.reasons
+    return ("next_turns",) if is_wanted and reasons and config.prefix_cache else ()
 
 
 class _Calls:

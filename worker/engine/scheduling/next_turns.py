@@ -15,7 +15,7 @@ from array import array
 from collections import Counter
 
 from tokenbus.protocol.wire import block_hash
-from tokenbus.worker.engine.kv.prefix_tree import Domain, num_common_tokens
+from tokenbus.worker.engine.kv.prefix_tree import Domain
 from tokenbus.worker.engine.scheduling.sequence import Sequence
 
 _MAX_TURNS = 32
@@ -40,7 +40,8 @@ class NextTurn:
 
 
 class NextTurns:
-    """The turns that one engine expects. Tenants take turns, and the one with the most tokens loses its oldest first."""
+    """The turns that one engine expects. Tenants are served in turns, and the one with the most tokens loses its oldest
+    first."""
 
     def __init__(self) -> None:
         self._turns: list[NextTurn] = []
@@ -108,7 +109,7 @@ class NextTurns:
             begin = turn.num_known + 1  # another answer to the last prompt has only what is known
             if turn.domain == sequence.domain and turn.token_ids[:begin] == sequence.token_ids[:begin]:
                 packed = (block_hash.pack_token_ids(ids) for ids in (turn.token_ids, sequence.token_ids))
-                end = min(turn.end, num_common_tokens(*packed))
+                end = min(turn.end, block_hash.num_common_tokens(*packed))
                 sequence.ahead = range(end if turn.first is None else turn.first, end)
                 self._remove(turn)
                 return

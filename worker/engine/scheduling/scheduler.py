@@ -21,8 +21,8 @@ with room, and those preempted late have filled memory for nothing.
 If replicas lend each other lanes (lanes.py), each step begins with the lanes that this one may hold. If there are fewer
 than before, idle lanes are emptied first, then the last sequences are preempted.
 
-While there is no sequence at all, one computes the prompt of a turn that is expected (next_turns.py). It runs alone, and
-is set aside as soon as there is another.
+While there is no sequence at all, one computes the prompt of a turn that is expected (next_turns.py). It runs alone,
+and is set aside as soon as there is another.
 """
 
 import bisect
@@ -178,7 +178,7 @@ class Scheduler:
         ahead = self._schedule_ahead(ahead_tokens)
         isolated = self.isolated
         # A copy: a sequence that is preempted for another leaves the list of running ones.
-        sequences = [one for one in (self._running if isolated is None else [isolated]) if one.is_ready and not one.is_ahead]
+        sequences = [one for one in (self._running if isolated is None else [isolated]) if one.is_ready]
         decodes = self._schedule_decodes(sequences)
         planned = {one.sequence.seq_no for one in decodes}
         left = self._max_step_tokens - sum(one.num_tokens for one in decodes)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tests.support.block_hashes import block_hashes
 from tokenbus.protocol.wire import block_hash
-from tokenbus.worker.engine.kv.prefix_tree import Block, Domain, PrefixTree, num_common_tokens
+from tokenbus.worker.engine.kv.prefix_tree import Block, Domain, PrefixTree
 
 SIZE = 4
 TOKENS = st.lists(st.sampled_from([0, 1, 255, 256, 65_536, 2**32 - 1]), max_size=6)
@@ -42,7 +42,9 @@ def naive_common(one: Sequence[int], other: Sequence[int]) -> int:
 def test_the_number_of_common_tokens_is_that_of_a_count_one_by_one(
     one: list[int], other: list[int], both: list[int]
 ) -> None:
-    assert num_common_tokens(tokens(both + one), tokens(both + other)) == naive_common(both + one, both + other)
+    assert block_hash.num_common_tokens(tokens(both + one), tokens(both + other)) == naive_common(
+        both + one, both + other
+    )
 
 
 @given(
@@ -61,7 +63,7 @@ def test_the_longest_match_has_the_most_leading_tokens_in_common(known: list[lis
     else:
         assert found is not None
         child, count = found
-        assert count == most == num_common_tokens(child.tokens, tokens(wanted))
+        assert count == most == block_hash.num_common_tokens(child.tokens, tokens(wanted))
 
 
 def test_a_removed_child_is_not_found() -> None:
