@@ -682,6 +682,16 @@ INTERNAL: list[tuple[str, messages.Message]] = [
         internal.GuardReply(request_id="default:r-1", attempt=2, accepted=True, router_id="router-1", passes_on=True),
     ),
     ("by a router that passes on", codec.replace(RUN, passes_on=True)),
+    ("of a conversation", codec.replace(RUN, wants_answer=True, wants_reasoning=True)),
+    (
+        "next turn",
+        internal.NextTurn(
+            request_id="default:r-1",
+            epoch="1760000000000-abcdef",
+            num_known=40,
+            token_ids=block_hash.pack_token_ids([11, 13]),
+        ),
+    ),
     (
         "one has moved",
         internal.Unguarded(

@@ -154,6 +154,8 @@ class StepLoop:
                     time.monotonic(),
                     ahead_tokens=self._step_budget.ahead_tokens if self._may_compute_ahead else 0,
                 )
+                for turn in self._scheduler.next_turns.take_done():
+                    self._log.info("next_turn_computed", tokens=turn.num_computed, cached_tokens=turn.first)
                 self._had_prompts = not all(part.sequence.is_decoding for part in plan.scheduled)
                 self._isolate(self._scheduler.isolated)
                 with contextlib.nullcontext() if self._isolated else self._step_gate.step():

@@ -38,6 +38,11 @@ class NextTurn:
     end: int = 0
     """The number of its tokens that have been in the cache."""
 
+    @property
+    def num_computed(self) -> int:
+        """The number of its tokens that were computed ahead."""
+        return 0 if self.first is None else self.end - self.first
+
 
 class NextTurns:
     """The turns that one engine expects. Tenants are served in turns, and the one with the most tokens loses its oldest
@@ -46,6 +51,8 @@ class NextTurns:
     def __init__(self) -> None:
         self._turns: list[NextTurn] = []
         """The oldest first."""
+        self._done: list[NextTurn] = []
+        """Those of which something was computed and that were done since `take_done`."""
         self._spent: Counter[str] = Counter()
         """The tokens computed for tenants that have turns here."""
         self.computed_tokens = 0
@@ -89,6 +96,13 @@ class NextTurns:
         """Keeps a turn only to recognize its request."""
         if (turn := self.turn_of(sequence)) is not None:
             turn.sequence = None
+            if turn.num_computed:
+                self._done.append(turn)
+
+    def take_done(self) -> list[NextTurn]:
+        """Returns the turns of which something was computed and that were done since the last call."""
+        taken, self._done = self._done, []
+        return taken
 
     def drop(self, sequence: Sequence) -> None:
         """Gives up the turn that a sequence computes."""
