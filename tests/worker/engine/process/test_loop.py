@@ -16,7 +16,7 @@ from tests.support.block_hashes import block_hashes
 from tests.support.reasoning_vocabulary import KNOWN, ReasoningVocabulary
 from tokenbus.protocol.wire import block_hash
 from tokenbus.worker.chat_format.reasoning_budget import ReasoningBudget
-from tokenbus.worker.contract import engine_request
+from tokenbus.worker.contract import contract, engine_request
 from tokenbus.worker.contract.engine_errors import DeviceError, InsufficientMemoryError
 from tokenbus.worker.contract.engine_settings import SchedulerSettings
 from tokenbus.worker.engine.process import ipc, resumed_tokens
@@ -24,7 +24,7 @@ from tokenbus.worker.engine.process.loop import StepLoop
 from tokenbus.worker.engine.scheduling.plan import Outcome, StepPlan
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason
 
-Command = ipc.Add | ipc.Abort | ipc.ClearCache | None
+Command = ipc.Add | ipc.Abort | ipc.ClearCache | ipc.ExpectTurn | None
 
 
 class Inbox(queue.SimpleQueue[Command]):
@@ -473,3 +473,42 @@ def test_sequences_compute_the_same_together_as_alone(asked: list[tuple[int, int
         assert together.ends()[command.seq_no] == alone.ends()[command.seq_no]
         assert END_TOKEN not in alone.tokens(command.seq_no)[:-1]
     assert together.reports[-1].load.used_blocks == 0
+
+
+def expect(seq_no: int, num_tokens: int, num_known: int) -> ipc.ExpectTurn:
+    """A turn that begins like the prompts of `shared_add`."""
+    token_ids = block_hash.unpack_token_ids(shared_add(1, num_known).token_ids).tolist()
+    token_ids += [1 + (5 * place) % 90 for place in range(num_tokens - num_known)]
+    prefix = contract.CachedPrefix("acme", "", (), block_hash.pack_token_ids(token_ids))
+    return ipc.ExpectTurn(seq_no, contract.ExpectedTurn(prefix, num_known))
+
+
+def test_an_idle_loop_computes_an_expected_turn_and_reports_only_its_blocks() -> None:
+    story = run(shared_add(1, 24, 3), expect(2, 60, 24))
+    assert set(story.ends()) == {1}
+    assert sum(len(one.stored) for one in story.reports) == 59 // 16
+
+
+def test_a_request_that_comes_meanwhile_is_served_first_and_the_turn_is_completed_after_it() -> None:
+    came: list[int] = []
+
+    def then(report: ipc.StepReport, inbox: Inbox) -> None:
+        reports.append(report)
+        if not came and len([one for one in reports if one.stored]) == 2:  # the first prompt, and the turn's first step
+            came.append(len(reports))
+            inbox.put(add(3, 5, 4))
+
+    reports: list[ipc.StepReport] = []
+    story = run(shared_add(1, 24, 1), expect(2, 200, 24), then=then)
+    assert story.ends() == dict.fromkeys((1, 3), EngineFinishReason.LENGTH)
+    blocks = [len(one.stored) for one in story.reports]
+    served = [place for place, one in enumerate(story.reports) if any(output.seq_no == 3 for output in one.outputs)]
+    assert story.reports[came[0]].started == [3], "the next report is of the request"
+    assert not any(blocks[came[0] : served[-1] + 1])
+    assert sum(blocks[served[-1] + 1 :]) > 0
+    assert sum(blocks) == 199 // 16
+
+
+def test_a_cleared_cache_takes_expected_turns_with_it() -> None:
+    story = run(expect(1, 60, 24), ipc.ClearCache())
+    assert not any(report.stored for report in story.reports)

@@ -73,3 +73,12 @@ def test_a_step_that_raises_is_over_too() -> None:
             raise ValueError
     except ValueError:
         step_gate.close()
+
+
+def test_a_loop_is_told_whether_others_have_work_and_not_of_its_own() -> None:
+    step_gate, one, other = StepGate(), object(), object()
+    step_gate.note_work(one, has_work=True)
+    assert not step_gate.is_wanted_beside(one)
+    assert step_gate.is_wanted_beside(other)
+    step_gate.note_work(one, has_work=False)
+    assert not step_gate.is_wanted_beside(other)

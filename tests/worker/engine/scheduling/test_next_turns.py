@@ -3,6 +3,7 @@
 import pytest
 
 from tests.support.executed_scheduler import ExecutedScheduler, sizes
+from tokenbus.protocol.wire.block_hash import Adapter
 from tokenbus.worker.contract import engine_request
 from tokenbus.worker.engine.kv.prefix_tree import Domain
 from tokenbus.worker.engine.scheduling.next_turns import NextTurn, NextTurns
@@ -165,3 +166,13 @@ def test_a_resumed_stream_is_not_a_next_turn(num_sampled: int) -> None:
     one = Sequence(2, expected.token_ids * 2, sampling, (), num_resumed=num_sampled, domain=Domain("acme"))
     turns.came(one)
     assert len(turns) == (1 if num_sampled else 0)
+
+
+def test_an_unloaded_adapter_takes_the_turns_that_use_it_with_it() -> None:
+    turns, plain, adapted = NextTurns(), turn(1, "acme"), turn(2, "acme")
+    adapted.domain = Domain("acme", adapters=(Adapter("d", 1.0),))
+    turns.add(plain)
+    turns.add(adapted)
+    turns.forget("d")
+    assert turns.next() is plain
+    assert len(turns) == 1
