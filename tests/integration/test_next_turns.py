@@ -9,6 +9,7 @@ import pytest
 from tests.support.exact_client import until_ready
 from tests.support.raw_client import Answer, RawClient
 from tests.support.system import System
+from tools.demo_model import tool_definitions
 
 QUESTION = {"role": "user", "content": "What is 12 + 30?"}
 WORDS = "([a-z]{5} ){12}[.]"
@@ -42,9 +43,48 @@ async def test_the_next_turn_of_a_client_that_drops_reasoning_finds_the_answer_c
     assert reasoning_of(first)
     await system.until_logged("w1", "next_turn_computed")
     (computed,) = system.logged("w1", "next_turn_computed")
-    print(usage, computed)
     said = {"role": "assistant", "content": first.text}
     _, later = await turn(bare, [QUESTION, said, {"role": "user", "content": "And 40 + 2?"}])
     assert later["cached_tokens"] == computed["cached_tokens"] + computed["tokens"]
     assert later["cached_tokens"] > usage["prompt_tokens"]
-    print(later)
+
+
+async def test_the_result_of_a_call_finds_the_call_computed(system: System) -> None:
+    system.worker("w1")
+    bare = await system.connect()
+    await until_ready(bare, 1)
+    tools = [tool_definitions.definition("get_weather")]
+    question = {"role": "user", "content": "What is the weather in Oslo?"}
+    first, usage = await turn(bare, [question], tools=tools, tool_choice="required", reasoning={"max_tokens": 3})
+    assert reasoning_of(first)
+    await system.until_logged("w1", "next_turn_computed")
+    calls = [
+        {"id": call["id"], "type": "function", "function": call["function"]}
+        for message in first.messages
+        for call in message.get("tool_calls", [])
+        if "id" in call
+    ]
+    arguments = "".join(
+        call["function"]["arguments"] for message in first.messages for call in message.get("tool_calls", [])
+    )
+    calls[0]["function"] = {"name": "get_weather", "arguments": arguments}
+    said = {"role": "assistant", "content": first.text, "tool_calls": calls[:1]}
+    _, later = await turn(bare, [question, said, {"role": "tool", "content": "It rains."}], tools=tools)
+    assert later["cached_tokens"] > usage["prompt_tokens"]
+
+
+async def test_nothing_is_computed_for_a_client_that_sends_reasoning_back_or_by_a_worker_that_is_not_to(
+    system: System,
+) -> None:
+    system.worker("w1")
+    system.worker("w2", "--no-speculative-prefill", served_name="plain")
+    bare = await system.connect()
+    features = {card["model"]: card["features"] for card in await until_ready(bare, 2)}
+    assert [name for name, offered in features.items() if "next_turns" in offered] == ["demo"]
+    history: list[dict[str, Any]] = [QUESTION]
+    for _ in range(3):
+        answer, _ = await turn(bare, history, regex=WORDS)
+        said = {"role": "assistant", "content": answer.text, "reasoning_content": reasoning_of(answer)}
+        history += [said, {"role": "user", "content": "And 40 + 2?"}]
+        await system.until_logged("w1", "request_finished")
+    assert len(system.logged("w1", "next_turn_computed")) == 1, "only after the first turn it is not known"

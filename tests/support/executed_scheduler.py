@@ -8,7 +8,7 @@ from tokenbus.worker.contract import engine_request
 from tokenbus.worker.engine.kv.pool import BlockPool
 from tokenbus.worker.engine.kv.prefix_tree import Domain
 from tokenbus.worker.engine.scheduling.lanes import LaneShare
-from tokenbus.worker.engine.scheduling.next_turns import NextTurn
+from tokenbus.worker.engine.scheduling.next_turns import TurnAhead
 from tokenbus.worker.engine.scheduling.plan import StepPlan, StepResult
 from tokenbus.worker.engine.scheduling.scheduler import Scheduler
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason, Sequence
@@ -73,11 +73,11 @@ class ExecutedScheduler:
         self.scheduler.add(one)
         return one
 
-    def expect(self, seq_no: int, text: str, num_known: int, tenant: str = "acme") -> NextTurn:
+    def expect(self, seq_no: int, text: str, num_known: int, tenant: str = "acme") -> TurnAhead:
         """Adds a turn that is expected."""
         token_ids, domain = array("I", [ord(letter) % 90 for letter in text]), Domain(tenant)
         sampling = engine_request.Sampling(max_tokens=1)
-        turn = NextTurn(
+        turn = TurnAhead(
             token_ids, domain, num_known, Sequence(seq_no, token_ids, sampling, (), domain=domain, is_ahead=True)
         )
         self.scheduler.next_turns.add(turn)

@@ -33,7 +33,7 @@ from tokenbus.worker.engine.process.memory_check import MemoryCheck
 from tokenbus.worker.engine.process.resumed_tokens import Reading, ResumedTokens
 from tokenbus.worker.engine.process.step_timer import StepTimer
 from tokenbus.worker.engine.scheduling.lanes import LaneShare
-from tokenbus.worker.engine.scheduling.next_turns import NextTurn
+from tokenbus.worker.engine.scheduling.next_turns import TurnAhead
 from tokenbus.worker.engine.scheduling.plan import Outcome, SampledToken, SeenLogits, StepPlan, StepResult, Undone
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason, Sequence
 from tokenbus.worker.engine.scheduling.step_budget import StepBudget, TransferBudget
@@ -256,7 +256,7 @@ class StepLoop:
         sequence = Sequence(
             seq_no, token_ids, sampling, (), adapters=prefix.adapters, domain=domain, hint=hint, is_ahead=True
         )
-        self._scheduler.next_turns.add(NextTurn(sequence.token_ids, domain, turn.num_known, sequence))
+        self._scheduler.next_turns.add(TurnAhead(sequence.token_ids, domain, turn.num_known, sequence))
 
     def _clear_cache(self) -> None:
         """Drops everything that no sequence uses, in host memory too."""

@@ -4,7 +4,7 @@ import dataclasses
 from typing import NamedTuple
 
 from tokenbus.worker.engine.kv.pool import BlockPool
-from tokenbus.worker.engine.scheduling.next_turns import NextTurns
+from tokenbus.worker.engine.scheduling.next_turns import TurnsAhead
 
 
 class SchedulerCounts(NamedTuple):
@@ -44,7 +44,7 @@ class Counters:
     recomputed_tokens: int = 0
     poisoned_shares: int = 0
 
-    def snapshot(self, pool: BlockPool, next_turns: NextTurns) -> SchedulerCounts:
+    def snapshot(self, pool: BlockPool, next_turns: TurnsAhead) -> SchedulerCounts:
         """Returns the counts reported in step stats."""
         cache, checkpoints = pool.cache, pool.checkpoints
         return SchedulerCounts(

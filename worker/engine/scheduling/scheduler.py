@@ -21,8 +21,7 @@ with room, and those preempted late have filled memory for nothing.
 If replicas lend each other lanes (lanes.py), each step begins with the lanes that this one may hold. If there are fewer
 than before, idle lanes are emptied first, then the last sequences are preempted.
 
-While there is no sequence at all, one computes the prompt of a turn that is expected (next_turns.py). It runs alone,
-and is set aside as soon as there is another.
+While there is no sequence, turns that are expected may be computed ahead (next_turns.py).
 """
 
 import bisect
@@ -34,7 +33,7 @@ from tokenbus.worker.engine.kv.pool import BlockPool
 from tokenbus.worker.engine.scheduling.counters import Counters, SchedulerCounts
 from tokenbus.worker.engine.scheduling.expectation import Expectation
 from tokenbus.worker.engine.scheduling.lanes import BorrowedLanes, LaneShare
-from tokenbus.worker.engine.scheduling.next_turns import NextTurns
+from tokenbus.worker.engine.scheduling.next_turns import TurnsAhead
 from tokenbus.worker.engine.scheduling.plan import (
     Outcome,
     SampledToken,
@@ -81,8 +80,8 @@ class Scheduler:
         self._waiting: list[Sequence] = []
         self._running: list[Sequence] = []
         """Both in the order of their priority keys."""
-        self.next_turns = NextTurns()
         self._counters = Counters()
+        self.next_turns = TurnsAhead(pool)
         self._suspects = Suspects()
         self._preempted: list[Sequence] = []
         """Those preempted since the last plan."""
@@ -95,10 +94,9 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        is_running = bool(self._running) and self._ahead is None
-        if self.borrowed_lanes is not None and not is_running:
+        if self.borrowed_lanes is not None and not self._running and not self.next_turns.is_computing:
             return self.borrowed_lanes.has_changed or (bool(self._waiting) and not self.borrowed_lanes.are_awaited)
-        return is_running or bool(self._waiting)
+        return bool(self._running or self._waiting)
 
     @property
     def counts(self) -> SchedulerCounts:
@@ -164,7 +162,7 @@ class Scheduler:
         seconds of one monotonic clock."""
         self._pool.prefixes.retention.expire(now)
         self._cache.host.set_limits(offloads=transfer_blocks, onloads=transfer_blocks)
-        self._change_ahead(can_compute=ahead_tokens > 0)
+        self.next_turns.change(can_compute=ahead_tokens > 0 and not self._running and not self._waiting)
         self._expectation.observe((*self._running, *self._waiting))
         self._preempt_excess()
         self._give_up_lanes()
@@ -175,7 +173,6 @@ class Scheduler:
                 reused = sequence.kv.reuse_prefix(sequence.token_ids, before, sequence.max_reused)
                 sequence.reuse_prefix(reused)
                 self._counters.restored_tokens += sequence.num_regained(before)
-        ahead = self._schedule_ahead(ahead_tokens)
         isolated = self.isolated
         # A copy: a sequence that is preempted for another leaves the list of running ones.
         sequences = [one for one in (self._running if isolated is None else [isolated]) if one.is_ready]
@@ -183,6 +180,7 @@ class Scheduler:
         planned = {one.sequence.seq_no for one in decodes}
         left = self._max_step_tokens - sum(one.num_tokens for one in decodes)
         prompts = self._schedule_prompts(sequences, prefill_tokens, left, planned)
+        ahead = self.next_turns.schedule(ahead_tokens)
         self._cache.write_through()
         self._cache.trim(self._max_cached_blocks)
         preempted, self._preempted = self._preempted, []
@@ -194,8 +192,8 @@ class Scheduler:
         results = []
         undone: dict[int, Undone] = {}
         for scheduled, outcome in zip(plan.scheduled, outcomes, strict=True):
-            if isinstance(outcome, Undone) and scheduled.sequence.is_ahead:
-                self._give_up_ahead(scheduled.sequence)
+            if scheduled.sequence.is_ahead:
+                self.next_turns.update(scheduled, is_done=outcome is None)
                 continue
             if isinstance(outcome, Undone):
                 undone[scheduled.sequence.seq_no] = outcome
@@ -203,13 +201,10 @@ class Scheduler:
             sequence, samples = scheduled.sequence, scheduled.samples  # read before it gains a token
             assert samples == (outcome is not None), scheduled
             sequence.compute(scheduled.num_tokens)
+            self._counters.computed_tokens += scheduled.num_tokens
             self._counters.recomputed_tokens += sequence.num_regained(scheduled.start)
             acquit(sequence)
             sequence.kv.cache_blocks(sequence.token_ids, sequence.num_computed)
-            if sequence.is_ahead:
-                self.next_turns.computed(sequence, scheduled.num_tokens)
-            else:
-                self._counters.computed_tokens += scheduled.num_tokens
             if outcome is not None:
                 results.append(self._append(sequence, outcome))
         return results + self._redo(plan, undone) if undone else results
@@ -232,17 +227,14 @@ class Scheduler:
         """Returns its load, as reported to routers, except that sequences it has not started count neither as queued
         nor as expected: how much of their prompts is cached is not known here yet, and others are on their way."""
         cache, counters, running, waiting = self._cache, self._counters, self._running, self._waiting
-        used, expected = cache.used_blocks, self._expected()
-        if self._ahead is not None:  # any request may have its memory
-            running, used, expected = [], 0, 0
         load = messages.Load(
             running=len(running),
             waiting=len(waiting),
             queued_prefill_tokens=sum(one.num_uncomputed for one in running if not one.is_decoding),
-            used_blocks=used,
-            cached_blocks=cache.evictable_blocks + cache.used_blocks - used,
+            used_blocks=self._used_blocks,
+            cached_blocks=cache.evictable_blocks + cache.used_blocks - self._used_blocks,
             free_blocks=cache.free_blocks,
-            expected_blocks=expected + sum(self._expectation.blocks(one) for one in waiting if one.preemptions),
+            expected_blocks=self._expected() + sum(self._expectation.blocks(one) for one in waiting if one.preemptions),
             expected_answer_tokens=self._expectation.answer_tokens,
             host_blocks=len(cache.host),
             kept_blocks=len(self._pool.prefixes.retention),
@@ -332,7 +324,9 @@ class Scheduler:
             return
         can_start = not (self._under_pressure and self._running)
         wanted = min(len(self._waiting), self._max_num_seqs - len(self._running)) if can_start else 0
-        excess = self.borrowed_lanes.request(len(self._running), wanted)
+        excess = self.borrowed_lanes.request(len(self._running) + self.next_turns.is_computing, wanted)
+        if excess:
+            self.next_turns.set_aside()
         for _ in range(self.borrowed_lanes.empty_idle(excess)):
             self._preempt(next(one for one in reversed(self._running) if not one.isolated))
             self.borrowed_lanes.empty_preempted()
@@ -340,7 +334,12 @@ class Scheduler:
 
     def _expected(self) -> int:
         """Returns the blocks that running sequences use and are expected to use."""
-        return self._cache.used_blocks + sum(self._expectation.reserved_blocks(one) for one in self._running)
+        return self._used_blocks + sum(self._expectation.reserved_blocks(one) for one in self._running)
+
+    @property
+    def _used_blocks(self) -> int:
+        """The blocks that sequences use; any of them may have those of a turn that is computed ahead."""
+        return 0 if self.next_turns.is_computing else self._cache.used_blocks
 
     def _append(self, sequence: Sequence, outcome: SampledToken | EngineFinishReason) -> StepResult:
         if isinstance(outcome, EngineFinishReason):
@@ -356,55 +355,6 @@ class Scheduler:
         if finish_reason is not None:
             self.finish(sequence, finish_reason)
         return StepResult(sequence, outcome._replace(followers=outcome.followers[: added - 1]), finish_reason)
-
-    @property
-    def _ahead(self) -> Sequence | None:
-        """The sequence that computes an expected turn; it is the only one that runs."""
-        return self._running[0] if self._running and self._running[0].is_ahead else None
-
-    def _change_ahead(self, *, can_compute: bool) -> None:
-        """Sets the computation of an expected turn aside if anything else is to be computed; else starts the next
-        one."""
-        ahead = self._ahead
-        if ahead is not None and (self._waiting or not can_compute or self.next_turns.turn_of(ahead) is None):
-            self._free(ahead)
-            ahead.preempt()
-        if self._running or self._waiting or not can_compute or (turn := self.next_turns.next()) is None:
-            return
-        sequence = turn.sequence
-        assert sequence is not None, turn
-        if not self._cache.has_lane or not self._pool.can_allocate(
-            sequence.domain, sequence.token_ids, sequence.num_tokens
-        ):
-            self.next_turns.drop(sequence)
-            return
-        sequence.start(self._pool.allocate(sequence.domain, is_new=False, hint=sequence.hint))
-        self._running.append(sequence)
-
-    def _schedule_ahead(self, budget: int) -> list[ScheduledTokens]:
-        """Schedules tokens of the expected turn, all but its last one, and ends what is done. If nearly all is cached
-        from the start, as where a template keeps the reasoning, nothing is computed."""
-        sequence = self._ahead
-        turn = None if sequence is None else self.next_turns.turn_of(sequence)
-        if sequence is None or turn is None:
-            return []
-        if sequence.kv.awaits_onload(sequence.token_ids):
-            return []
-        if turn.first is None:
-            turn.first = turn.end = sequence.num_computed
-        count = min(sequence.num_uncomputed - 1, budget, sequence.num_until_stop)
-        is_known = turn.end == turn.first and sequence.num_uncomputed <= self._cache.block_size
-        if count > 0 and not is_known and sequence.kv.allocate_blocks(sequence.num_computed + count):
-            return [ScheduledTokens(sequence, sequence.num_computed, count)]
-        self._free(sequence)
-        self.next_turns.done(sequence)
-        return []
-
-    def _give_up_ahead(self, sequence: Sequence) -> None:
-        """Drops an expected turn that could not be computed; nothing of it becomes cached."""
-        self._running.remove(sequence)
-        self._pool.drop(sequence.kv, trusts_others=True)
-        self.next_turns.drop(sequence)
 
     def _start_waiting(self) -> list[Sequence]:
         """Starts waiting sequences while there are lanes and room; none overtakes a large one that must wait.

@@ -171,7 +171,7 @@ class Sequence:
     @property
     def is_ready(self) -> bool:
         """Whether its next token can be sampled: its constraint may not be ready yet."""
-        return not self.is_ahead and (self.matcher is None or self.matcher.is_ready)
+        return self.matcher is None or self.matcher.is_ready
 
     @property
     def max_num_tokens(self) -> int:

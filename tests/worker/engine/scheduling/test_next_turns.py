@@ -1,12 +1,16 @@
 """Expected turns are computed in steps that nobody else needs, set aside for any request, and counted when used."""
 
+import dataclasses
+from typing import Any
+
 import pytest
 
 from tests.support.executed_scheduler import ExecutedScheduler, sizes
 from tokenbus.protocol.wire.block_hash import Adapter
 from tokenbus.worker.contract import engine_request
 from tokenbus.worker.engine.kv.prefix_tree import Domain
-from tokenbus.worker.engine.scheduling.next_turns import NextTurn, NextTurns
+from tokenbus.worker.engine.scheduling.next_turns import TurnAhead, TurnsAhead
+from tokenbus.worker.engine.scheduling.plan import StepPlan, Undone
 from tokenbus.worker.engine.scheduling.sequence import Sequence
 
 QUESTION = "What is the weather like in Oslo today?"
@@ -14,7 +18,25 @@ ANSWER = "It rains in the morning, then the sun comes out."
 NEXT = QUESTION + ANSWER + "\n<user>"
 
 
-def conversation(**settings: int) -> ExecutedScheduler:
+class Lent:
+    """A part of a pool that may hold `limit` lanes."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.told: list[tuple[int, int]] = []
+
+    def request(self, used: int, idle: int, wanted: int) -> int:
+        self.told.append((used, idle))
+        return self.limit
+
+    def give_back(self, lanes: int) -> None:
+        self.told.append((lanes, 0))
+
+    def usage(self) -> None:
+        return None
+
+
+def conversation(**settings: Any) -> ExecutedScheduler:
     """One whose first turn has ended; its answer is not what the next prompt repeats."""
     executed = ExecutedScheduler(**settings)
     executed.add(1, QUESTION + "<think>", max_tokens=20)
@@ -123,45 +145,62 @@ def test_a_turn_for_which_there_is_no_room_is_given_up() -> None:
     assert not executed.scheduler.next_turns
 
 
-def turn(seq_no: int, tenant: str, num_tokens: int = 8) -> NextTurn:
+def turns_of(*tenants: str, num_tokens: int = 8) -> tuple[TurnsAhead, list[TurnAhead]]:
+    """Turns of these tenants, in this order."""
     executed = ExecutedScheduler()
-    return executed.expect(seq_no, "x" * num_tokens, 4, tenant)
+    made = [executed.expect(place, "x" * num_tokens, 4, tenant) for place, tenant in enumerate(tenants, start=1)]
+    return executed.scheduler.next_turns, made
 
 
 def test_tenants_take_turns_by_what_was_computed_for_them() -> None:
-    turns = NextTurns()
-    first, second, third = turn(1, "acme"), turn(2, "acme"), turn(3, "other")
-    for one in (first, second, third):
-        turns.add(one)
-    assert turns.next() is first
-    assert first.sequence is not None
-    turns.computed(first.sequence, 4)
-    turns.done(first.sequence)
-    assert turns.next() is third
-    assert third.sequence is not None
-    turns.computed(third.sequence, 5)
-    turns.done(third.sequence)
-    assert turns.next() is second
+    executed = ExecutedScheduler()
+    for number, tenant in enumerate(("acme", "acme", "acme", "other", "other"), start=1):
+        executed.expect(number, str(number) * 20 + "." * number, 0, tenant)
+    assert [number for number, _, _ in ahead(executed, 99)] == [1, 4, 2, 5, 3]
 
 
 def test_the_tenant_with_the_most_tokens_loses_its_oldest_turn() -> None:
-    turns = NextTurns()
-    few = turn(1, "few")
-    turns.add(few)
-    many = [turn(number, "many") for number in range(2, 60)]
-    for one in many:
-        turns.add(one)
+    turns, (few, *_) = turns_of("few", *["many"] * 58)
     assert len(turns) == 32
-    assert turns.turn_of(few.sequence or many[0].sequence) is few  # type: ignore[arg-type]
-    assert many[0].sequence is not None
-    assert turns.turn_of(many[0].sequence) is None
+    assert turns.next() is few
+    turns.forget()
+    assert not turns
+    turns, made = turns_of("one", num_tokens=1 << 19)
+    turns.add(dataclasses.replace(made[0]))
+    assert len(turns) == 2
+    turns.add(dataclasses.replace(made[0], domain=Domain("other"), token_ids=made[0].token_ids[:9]))
+    assert len(turns) == 2, "one of those that have a million tokens together is gone"
+
+
+def test_a_turn_that_can_not_be_computed_is_given_up_and_leaves_nothing() -> None:
+    executed = conversation()
+    cached = executed.pool.cache.evictable_blocks
+    executed.expect(2, NEXT, len(QUESTION))
+    (share,) = executed.schedule(ahead_tokens=16).scheduled
+    executed.scheduler.update(StepPlan((share,)), [Undone.POISONED])
+    executed.scheduler.check_integrity()
+    assert not executed.scheduler.next_turns
+    assert executed.pool.cache.evictable_blocks == cached
+
+
+def test_lanes_that_another_replica_wants_are_given_back_by_a_turn_that_is_computed() -> None:
+    share = Lent(4)
+    executed = conversation(lane_share=share)
+    executed.expect(2, NEXT, len(QUESTION))
+    executed.step(ahead_tokens=16)
+    assert executed.scheduler.next_turns.is_computing
+    assert not executed.scheduler.has_work
+    share.limit = 0
+    executed.scheduler.borrowed_lanes.ask_again()  # type: ignore[union-attr]
+    executed.step(ahead_tokens=16)
+    assert not executed.scheduler.next_turns.is_computing
+    assert executed.pool.cache.lanes.num_taken == 0
+    assert share.told[-1] == (0, 0)
 
 
 @pytest.mark.parametrize("num_sampled", [0, 2])
 def test_a_resumed_stream_is_not_a_next_turn(num_sampled: int) -> None:
-    turns = NextTurns()
-    expected = turn(1, "acme")
-    turns.add(expected)
+    turns, (expected,) = turns_of("acme")
     sampling = engine_request.Sampling(max_tokens=9)
     one = Sequence(2, expected.token_ids * 2, sampling, (), num_resumed=num_sampled, domain=Domain("acme"))
     turns.came(one)
@@ -169,10 +208,8 @@ def test_a_resumed_stream_is_not_a_next_turn(num_sampled: int) -> None:
 
 
 def test_an_unloaded_adapter_takes_the_turns_that_use_it_with_it() -> None:
-    turns, plain, adapted = NextTurns(), turn(1, "acme"), turn(2, "acme")
+    turns, (plain, adapted) = turns_of("acme", "acme")
     adapted.domain = Domain("acme", adapters=(Adapter("d", 1.0),))
-    turns.add(plain)
-    turns.add(adapted)
     turns.forget("d")
     assert turns.next() is plain
     assert len(turns) == 1
