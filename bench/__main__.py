@@ -25,6 +25,7 @@ GROUPS = (
             "first_chunk": "bench.serving.first_chunk",
             "frontend_cpu": "bench.serving.frontend_cpu",
             "conversation": "bench.serving.conversation",
+            "next_turns": "bench.serving.next_turns",
             "fetched_blocks": "bench.serving.fetched_blocks",
             "fetched_gaps": "bench.serving.fetched_blocks --gaps",
             "engine_kill": "bench.serving.engine_kill",

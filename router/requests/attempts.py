@@ -37,6 +37,7 @@ from tokenbus.router.fleet.fleet import Fleet
 from tokenbus.router.placement.placement import Placement
 from tokenbus.router.requests.flights.flight import Flight, Flights
 from tokenbus.router.requests.flights.worker_client import Operation, WorkerClient
+from tokenbus.router.requests.next_turns import FEATURE
 from tokenbus.router.workers.worker import Worker
 
 AnswerT = TypeVar("AnswerT")
@@ -236,7 +237,7 @@ class Attempts:
             routing_options=flight.request.routing,
             copy_of=flight.request.copy_of or "",
             passes_on=True,
-            wants_answer=flight.wants_answer,
+            wants_answer=flight.wants_answer and placement is not None and FEATURE in placement.worker.card.features,
             wants_reasoning=flight.wants_reasoning,
         )
 

@@ -124,17 +124,6 @@ class CachedPrefix(msgspec.Struct, frozen=True, array_like=True):
     """Unsigned 32-bit little-endian integers."""
 
 
-class ExpectedTurn(msgspec.Struct, frozen=True, array_like=True):
-    """The prompt with which a conversation is expected to continue, as far as it can be known."""
-
-    prefix: CachedPrefix
-    num_known: int
-    """Its leading tokens that are those of the last prompt."""
-    session_id: str = ""
-    cache_ttl_s: float | None = None
-    """The time for which the last request wants its prefix kept."""
-
-
 class KvBlockFormat(msgspec.Struct, frozen=True, kw_only=True):
     """The layout of a saved KV block: everything in it except the keys and values, which can be any numbers."""
 
@@ -335,9 +324,8 @@ class Engine(Protocol):
         client asked to keep; with 0, what it alone has used is evicted first. Does nothing for an unknown session."""
         ...
 
-    def expect_turn(self, turn: ExpectedTurn) -> None:
-        """Computes the prompt of a turn that is likely to come, while no request needs the engine; gives it up if it
-        has more to do. Only for an engine with the feature `next_turns`."""
+    def expect_turn(self, turn: engine_request.ExpectedTurn) -> None:
+        """Computes the prompt of a turn that is likely to come, while no request needs an engine with `next_turns`."""
         ...
 
     def tokenizer_bundle(self) -> bytes | None:

@@ -142,3 +142,18 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     back."""
     has_remote_prefill: bool = False
     """Whether another worker computes its prompt while it is held, so that the prompt does not count as load here."""
+
+
+class ExpectedTurn(msgspec.Struct, frozen=True, array_like=True):
+    """The prompt with which a conversation is expected to continue, as far as it can be known."""
+
+    token_ids: bytes
+    """Unsigned 32-bit little-endian integers."""
+    num_known: int
+    """Leading tokens that are those of the last prompt."""
+    tenant: str = ""
+    cache_salt: str = ""
+    session_id: str = ""
+    adapters: tuple[Adapter, ...] = ()
+    cache_ttl_s: float | None = None
+    """The time for which the last request wants its prefix kept."""

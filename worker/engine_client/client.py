@@ -18,14 +18,12 @@ from tokenbus.worker.contract import contract, engine_output, engine_request
 from tokenbus.worker.engine.process import ipc
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason
 from tokenbus.worker.engine_client import admission, sequences
-from tokenbus.worker.engine_client.admission import CapacityLimit
 from tokenbus.worker.engine_client.answer_reader import AnswerReader
 from tokenbus.worker.engine_client.engine_calls import EngineAdapters, PendingCalls, PoolingCalls
 from tokenbus.worker.engine_client.engine_faults import CrashAttribution, StepWatchdog
 from tokenbus.worker.engine_client.engine_process import EngineConnection, EngineDiedError, EngineLink
 from tokenbus.worker.engine_client.generation import Generation
 from tokenbus.worker.engine_client.listener import EngineListener
-from tokenbus.worker.engine_client.sequences import OpenSequences
 from tokenbus.worker.files.device_memory import DeviceMemory
 
 _STALL_S = 1.0
@@ -45,7 +43,7 @@ class EngineClient:
         """`launch` starts the other side; up to `max_waiting` requests may be held beyond the running ones."""
         self._launch = launch
         self.listener = listener or EngineListener()
-        self.capacity = CapacityLimit(max_waiting)
+        self.capacity = admission.CapacityLimit(max_waiting)
         self._connection: EngineConnection | None = None
         """To the engine that starts or serves, or the last one that did."""
         self._absence = "there is no engine process"
@@ -55,7 +53,7 @@ class EngineClient:
         self.token_bytes: list[bytes] = []
         self._bundle: bytes | None = None
         self._chat_rules: ChatRules | None = None
-        self._sequences = OpenSequences(
+        self._sequences = sequences.OpenSequences(
             lambda number: self._send(ipc.Abort(number)), lambda *seen: self.listener.prompt_progress(*seen)
         )
         self._ending: set[Generation] = set()
@@ -101,8 +99,7 @@ class EngineClient:
         self.token_bytes, self._bundle = ready.token_bytes, ready.bundle
         self._chat_rules = ChatRules(config.chat_format, ready.token_bytes) if config.chat_format is not None else None
         self.listener.observe(ready.recovery)
-        self._load = messages.Load(free_blocks=config.total_kv_blocks)
-        self.device_memory = []
+        self._load, self.device_memory = messages.Load(free_blocks=config.total_kv_blocks), []
         self._watchdog = StepWatchdog(time.monotonic())
         if self._idle.is_set():
             self.idle_since = time.monotonic()
@@ -219,7 +216,7 @@ class EngineClient:
     def retain_session(self, tenant: str, session_id: str, ttl_s: float) -> None:
         self._send_if_alive(ipc.RetainSession(tenant, session_id, ttl_s))
 
-    def expect_turn(self, turn: contract.ExpectedTurn) -> None:
+    def expect_turn(self, turn: engine_request.ExpectedTurn) -> None:
         self._send_if_alive(ipc.ExpectTurn(self._sequences.next_number(), turn))
 
     def tokenizer_bundle(self) -> bytes | None:

@@ -5,17 +5,16 @@ that prompt has after the part that it shares with the last one, which is kept h
 prompts are sent twice."""
 
 import time
-from collections.abc import Sequence
 
 import structlog
 
 from tokenbus.protocol.ttl_cache import TTLCache
-from tokenbus.protocol.wire import block_hash, errors, internal, messages, subjects
+from tokenbus.protocol.wire import block_hash, errors, internal, subjects
 from tokenbus.protocol.wire.checks import validation
 from tokenbus.worker.adapters.adapters import Adapters
 from tokenbus.worker.broker.announcer import Announcer
-from tokenbus.worker.contract import contract
-from tokenbus.worker.streams.replay_buffer import Segment
+from tokenbus.worker.contract import engine_request
+from tokenbus.worker.streams.stream import WorkerStream
 
 FEATURE = "next_turns"
 _KEPT_S = 10.0
@@ -25,7 +24,7 @@ _ENTRY_BYTES = 4_096
 """Upper bound of a kept run without its prompt, tools and constraint."""
 
 
-class NextTurns:
+class EndedTurns:
     """The prompts of conversations whose last answers have just ended."""
 
     def __init__(self, announcer: Announcer, adapters: Adapters) -> None:
@@ -35,23 +34,22 @@ class NextTurns:
         self._log = structlog.get_logger()
 
     def __repr__(self) -> str:
-        return f"<NextTurns, {self._ended!r}>"
+        return f"<EndedTurns, {self._ended!r}>"
 
-    def keep(self, run: internal.Run) -> None:
-        """Keeps the prompt of a stream that has ended and whose guardian has got its answer."""
+    def keep(self, stream: WorkerStream) -> None:
+        """Keeps the prompt of a stream that has ended, if its guardian has got its answer."""
+        run = stream.run
+        if not stream.has_told_answer:
+            return
         kept_bytes = len(run.token_ids) + validation.params_bytes(run.params) + _ENTRY_BYTES
         self._ended.put(run.request_id, run, time.monotonic(), kept_bytes)
-
-    def clear(self) -> None:
-        """Forgets all of them, because a new epoch begins."""
-        self._ended.clear()
 
     def expect(self, turn: internal.NextTurn) -> None:
         """Has the engine compute a turn, if what it needs is still here."""
         now, serving = time.monotonic(), self._announcer.serving
         self._ended.expire(now)
         run = self._ended.get(turn.request_id, now)
-        if run is None or serving is None or turn.epoch != self._announcer.epoch:
+        if run is None or serving is None or not turn.epoch == run.epoch == self._announcer.epoch:
             return
         self._ended.pop(turn.request_id)
         known = run.token_ids[: turn.num_known * block_hash.TOKEN_BYTES]
@@ -64,28 +62,18 @@ class NextTurns:
         except errors.RequestError:  # one was unloaded meanwhile
             return
         tenant, asked = subjects.key_to_tenant(turn.request_id), run.params
-        prefix = contract.CachedPrefix(tenant, asked.cache_salt or "", adapters, known + turn.token_ids)
         ttl_s = None if asked.cache_control is None else asked.cache_control.ttl_ms / 1e3
-        serving.engine.expect_turn(contract.ExpectedTurn(prefix, turn.num_known, asked.session_id or "", ttl_s))
+        serving.engine.expect_turn(
+            engine_request.ExpectedTurn(
+                token_ids=known + turn.token_ids,
+                num_known=turn.num_known,
+                tenant=tenant,
+                cache_salt=asked.cache_salt or "",
+                session_id=asked.session_id or "",
+                adapters=adapters,
+                cache_ttl_s=ttl_s,
+            )
+        )
         self._log.info(
             "next_turn_expected", request_id=turn.request_id, tokens=len(token_ids), known_tokens=turn.num_known
         )
-
-
-def to_message(parts: Sequence[Segment | messages.Chunk], *, with_reasoning: bool) -> messages.ChatMessage:
-    """Returns an answer that comes in these parts as the message in which a client sends it back."""
-    calls: dict[int, dict[str, str]] = {}
-    for part in parts:
-        for delta in part.tool_calls or ():
-            call = calls.setdefault(delta.index, {"id": delta.id or "", "name": delta.function.name or "", "said": ""})
-            call["said"] += delta.function.arguments
-    return messages.ChatMessage(
-        role="assistant",
-        content="".join(part.text for part in parts),
-        reasoning_content="".join(part.reasoning or "" for part in parts) if with_reasoning else None,
-        tool_calls=[
-            {"id": call["id"], "type": "function", "function": {"name": call["name"], "arguments": call["said"]}}
-            for call in calls.values()
-        ]
-        or None,
-    )

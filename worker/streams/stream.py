@@ -17,7 +17,7 @@ from tokenbus.protocol.wire import codec, errors, internal, limits, messages, su
 from tokenbus.protocol.wire.params import GenerationParams
 from tokenbus.worker.contract import engine_output
 from tokenbus.worker.kv_exchange.fetcher import Fetch
-from tokenbus.worker.streams import next_turns, prompt_scores
+from tokenbus.worker.streams import prompt_scores, told_answer
 from tokenbus.worker.streams.chunk_marks import ChunkMarks
 from tokenbus.worker.streams.holds import Hold
 from tokenbus.worker.streams.prompt_copies import MAX_COPIES, prompt_digest, without_prompt
@@ -407,7 +407,7 @@ class WorkerStream:
         if terminal.finish_reason not in _COMPLETE or not (buffer.reasoning_bytes or terminal.reasoning):
             return None
         parts: list[Segment | messages.Chunk] = [buffer.segment(0, buffer.num_tokens)] if self.is_streamed else []
-        answer = next_turns.to_message([*parts, terminal], with_reasoning=self.run.wants_reasoning)
+        answer = told_answer.to_message([*parts, terminal], with_reasoning=self.run.wants_reasoning)
         self.has_told_answer = len(codec.encode(answer)) <= limits.MAX_TOLD_ANSWER_BYTES
         return answer if self.has_told_answer else None
 

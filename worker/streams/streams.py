@@ -28,7 +28,7 @@ from tokenbus.worker.kv_exchange.fetcher import Fetch
 from tokenbus.worker.settings.settings import FrontendSettings
 from tokenbus.worker.streams.early_cancels import EarlyCancels
 from tokenbus.worker.streams.held_streams import HeldStreams
-from tokenbus.worker.streams.next_turns import FEATURE, NextTurns
+from tokenbus.worker.streams.next_turns import EndedTurns
 from tokenbus.worker.streams.outbox import Outbox
 from tokenbus.worker.streams.request_telemetry import StreamTelemetry
 from tokenbus.worker.streams.router_reach import RouterReach
@@ -62,7 +62,7 @@ class Streams:
         self._chat: ChatRules | None = None
         self._streams: dict[str, WorkerStream] = {}
         self._reach = RouterReach(lambda: "") if reach is None else reach
-        self.next_turns = NextTurns(announcer, self._adapters)
+        self.next_turns = EndedTurns(announcer, self._adapters)
         self.held = HeldStreams(self, outbox, self._reach, telemetry, settings)
         self._ended: TTLCache[WorkerStream] = TTLCache(limits.ENDED_STREAM_TTL_S, limits.MAX_ENDED_STREAM_BYTES)
         self._taken: TTLCache[internal.TakeReply] = TTLCache(limits.ENDED_STREAM_TTL_S, _MAX_TAKEN_BYTES)
@@ -97,8 +97,7 @@ class Streams:
         return last.engine if last is not None else None
 
     def accept(self, run: internal.Run, headers: tracing.Headers = None) -> internal.RunReply:
-        """Starts a stream, or refuses the run; then at most an earlier attempt is gone. `headers` may name the trace of
-        the run."""
+        """Starts a stream, or refuses the run; then at most an earlier attempt is gone. `headers` name its trace."""
         try:
             self._start(run, headers)
         except errors.RequestError as refusal:
@@ -253,7 +252,6 @@ class Streams:
         self._ended.clear()
         self.ended_guardians.clear()
         self._taken.clear()
-        self.next_turns.clear()
         self.held.clear()
 
     def prompt_progress(self, key: str, computed_tokens: int, cached_tokens: int) -> None:
@@ -262,8 +260,7 @@ class Streams:
             self._telemetry.prompt_progress(stream, computed_tokens, cached_tokens, time.monotonic())
 
     def tick(self) -> None:
-        """Shows that silent streams are alive, logs long waits, probes clients that seem gone, and forgets what is too
-        old."""
+        """Shows that silent streams are alive, logs long waits, probes clients that seem gone, forgets what is old."""
         now = time.monotonic()
         for stream in self._streams.values():
             # early enough that even a late tick keeps the limit
@@ -301,8 +298,6 @@ class Streams:
     def _start(self, run: internal.Run, headers: tracing.Headers) -> None:
         """Raises RequestError if the run can't be accepted. At most an earlier attempt is gone then."""
         engine, config = self._require_serving(run)
-        if run.wants_answer and FEATURE not in config.features:
-            run = codec.replace(run, wants_answer=False)
         request = to_engine_request(run, config, self.settings, self._chat, self._adapters.of_run(run))
         if self._exchange.may_fetch(run):
             has_remote_prefill = run.fetch_from is not None and run.fetch_from.leg_ms > 0
@@ -425,8 +420,7 @@ class Streams:
     def _close(self, stream: WorkerStream, terminal_bytes: int) -> None:
         """Keeps a stream that has ended for a while, so that its client can ask for lost chunks."""
         self._forget(stream)
-        if stream.has_told_answer:
-            self.next_turns.keep(stream.run)
+        self.next_turns.keep(stream)
         stream.shed()
         now = time.monotonic()
         self._ended.put(stream.key, stream, now, stream.memory_bytes + _GROWTH * terminal_bytes)

@@ -110,9 +110,7 @@ class WorkerMetrics(MetricFamilies):
             kind=("restored", "recomputed"),
         )
         self.ahead_tokens = counter(
-            "next_turn_tokens",
-            "Tokens of next turns computed in idle steps, and how many of them the turns that came have used.",
-            event=("computed", "used"),
+            "next_turn_tokens", "Tokens of next turns computed while idle, and those used.", event=("computed", "used")
         )
         self.transferred = counter(
             "kv_transferred_bytes",

@@ -29,7 +29,7 @@ _INLINE_CHARS = 2_048
 _MAX_THREADS = 4
 _TIMEOUT_S = 4.0
 _BESIDE_S = 2.0
-"""What nobody waits for is queued as if it had arrived this much later."""
+"""A conversation that nobody waits for is queued as if it had arrived this much later."""
 
 _TOKENIZE = Operation("tokenize", codec.Decoder(internal.TokenizeResult))
 _DETOKENIZE = Operation("detokenize", codec.Decoder(internal.DetokenizeResult))

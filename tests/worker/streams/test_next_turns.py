@@ -10,9 +10,9 @@ from tokenbus.protocol.wire.messages import ChatMessage
 from tokenbus.protocol.wire.params import GenerationParams
 from tokenbus.worker.adapters.adapters import Adapters
 from tokenbus.worker.broker.event_log import Ends
-from tokenbus.worker.contract import contract, engine_output
+from tokenbus.worker.contract import engine_output, engine_request
 from tokenbus.worker.contract.engine_output import ToolCallPart
-from tokenbus.worker.streams.next_turns import NextTurns
+from tokenbus.worker.streams.next_turns import EndedTurns
 from tokenbus.worker.streams.stream import WorkerStream
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
@@ -77,16 +77,16 @@ class Config(NamedTuple):
 
 
 class Worker:
-    """A worker that serves, as far as `NextTurns` sees it."""
+    """A worker that serves, as far as `EndedTurns` sees it."""
 
     epoch = "1-a"
 
     def __init__(self, config: Config | None) -> None:
-        self.expected: list[contract.ExpectedTurn] = []
+        self.expected: list[engine_request.ExpectedTurn] = []
         self.serving = None if config is None else contract_serving(self, config)
-        self.turns = NextTurns(self, Adapters())  # type: ignore[arg-type]
+        self.turns = EndedTurns(self, Adapters())  # type: ignore[arg-type]
 
-    def expect_turn(self, turn: contract.ExpectedTurn) -> None:
+    def expect_turn(self, turn: engine_request.ExpectedTurn) -> None:
         self.expected.append(turn)
 
 
@@ -99,6 +99,13 @@ def contract_serving(engine: Worker, config: Config) -> Any:
     return Serving(engine, config)
 
 
+def told(request_id: str, **fields: Any) -> WorkerStream:
+    """Returns a stream whose answer was told."""
+    one = stream(request_id, **fields)
+    one.has_told_answer = True
+    return one
+
+
 def turn(num_known: int = 2, token_ids: tuple[int, ...] = (8, 9), epoch: str = "1-a") -> internal.NextTurn:
     packed = block_hash.pack_token_ids(token_ids)
     return internal.NextTurn(request_id="acme:r", epoch=epoch, num_known=num_known, token_ids=packed)
@@ -108,15 +115,15 @@ def test_a_turn_is_completed_from_the_prompt_that_was_kept_and_once() -> None:
     worker = Worker(Config())
     hint = messages.CacheControl(ttl_ms=5_000.0)
     params = GenerationParams(cache_salt="salt", session_id="s", cache_control=hint)
-    worker.turns.keep(stream("r", params=params).run)
+    worker.turns.keep(told("r", params=params))
     worker.turns.expect(turn())
     worker.turns.expect(turn())
-    prefix = contract.CachedPrefix("acme", "salt", (), block_hash.pack_token_ids([1, 2, 8, 9]))
-    assert worker.expected == [contract.ExpectedTurn(prefix, 2, "s", 5.0)]
+    packed = block_hash.pack_token_ids([1, 2, 8, 9])
+    assert worker.expected == [engine_request.ExpectedTurn(packed, 2, "acme", "salt", "s", (), 5.0)]
 
 
 @pytest.mark.parametrize(
-    ("config", "told"),
+    ("config", "next_turn"),
     [
         (None, turn()),
         (Config(features=()), turn()),
@@ -126,17 +133,19 @@ def test_a_turn_is_completed_from_the_prompt_that_was_kept_and_once() -> None:
     ],
     ids=["no engine", "no feature", "too long", "unknown token", "other epoch"],
 )
-def test_a_turn_that_can_not_be_computed_here_is_ignored(config: Config | None, told: internal.NextTurn) -> None:
+def test_a_turn_that_can_not_be_computed_here_is_ignored(config: Config | None, next_turn: internal.NextTurn) -> None:
     worker = Worker(config)
-    worker.turns.keep(stream("r").run)
-    worker.turns.expect(told)
+    worker.turns.keep(told("r"))
+    worker.turns.expect(next_turn)
     worker.turns.expect(codec.replace(turn(), request_id="acme:unknown"))
     assert worker.expected == []
 
 
-def test_a_new_epoch_begins_without_the_prompts_of_the_last() -> None:
+def test_nothing_is_kept_of_a_stream_whose_answer_was_not_told_or_of_an_earlier_epoch() -> None:
     worker = Worker(Config())
-    worker.turns.keep(stream("r").run)
-    worker.turns.clear()
+    worker.turns.keep(stream("r"))
     worker.turns.expect(turn())
+    worker.turns.keep(told("r"))
+    worker.epoch = "2-b"
+    worker.turns.expect(turn(epoch="2-b"))
     assert worker.expected == []

@@ -117,7 +117,7 @@ class ExpectTurn(IpcMessage, frozen=True):
     otherwise be empty. Nothing is reported."""
 
     seq_no: int
-    turn: contract.ExpectedTurn
+    turn: engine_request.ExpectedTurn
 
 
 class LoadAdapter(IpcMessage, frozen=True):

@@ -4,13 +4,11 @@ import contextlib
 import queue
 import time
 from collections.abc import Callable
-from collections.abc import Sequence as Listing
 from typing import NamedTuple
 
 import structlog
 
 from tokenbus.protocol.wire import block_hash
-from tokenbus.worker.contract import contract, engine_request
 from tokenbus.worker.contract.engine_errors import DeviceError
 from tokenbus.worker.contract.engine_settings import SchedulerSettings
 from tokenbus.worker.engine.constraints.compilation import (
@@ -25,16 +23,14 @@ from tokenbus.worker.engine.constraints.matcher import SequenceMatcher
 from tokenbus.worker.engine.device.pooling import PoolingJob, PoolingQueue
 from tokenbus.worker.engine.device.runner import Runner
 from tokenbus.worker.engine.kv.prefix_tree import Domain
-from tokenbus.worker.engine.kv.retention import CacheHint
 from tokenbus.worker.engine.process import ipc, scheduler_setup
 from tokenbus.worker.engine.process.block_transfers import BlockTransfers
 from tokenbus.worker.engine.process.device_sharing import StepGate
 from tokenbus.worker.engine.process.memory_check import MemoryCheck
 from tokenbus.worker.engine.process.resumed_tokens import Reading, ResumedTokens
-from tokenbus.worker.engine.process.step_timer import StepTimer
+from tokenbus.worker.engine.process.step_timer import StepTimer, kv_pool_stats
 from tokenbus.worker.engine.scheduling.lanes import LaneShare
-from tokenbus.worker.engine.scheduling.next_turns import TurnAhead
-from tokenbus.worker.engine.scheduling.plan import Outcome, SampledToken, SeenLogits, StepPlan, StepResult, Undone
+from tokenbus.worker.engine.scheduling.plan import SampledToken, SeenLogits, StepPlan, StepResult, Undone
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason, Sequence
 from tokenbus.worker.engine.scheduling.step_budget import StepBudget, TransferBudget
 
@@ -220,8 +216,8 @@ class StepLoop:
                     self._pool.prefixes.retention.expire(time.monotonic())
                     self._pool.retain_session((tenant, session), ttl_s)
                     self._report_results([], None)
-                case ipc.ExpectTurn(seq_no, turn):
-                    self._expect_turn(seq_no, turn)
+                case ipc.ExpectTurn():
+                    self._scheduler.next_turns.add(scheduler_setup.make_turn(command))
                 case ipc.UnloadAdapter(digest):
                     self._scheduler.next_turns.forget(digest)
                     self._unloading.append(digest)
@@ -246,17 +242,6 @@ class StepLoop:
             return False
         is_wanted = self._pooling.has_work or self._compiling or len(self._resumed) or self._block_transfers.has_work
         return not is_wanted and not self._step_gate.is_wanted_beside(self)
-
-    def _expect_turn(self, seq_no: int, turn: contract.ExpectedTurn) -> None:
-        """Gives the scheduler a turn to compute when nobody else wants the device."""
-        prefix, sampling = turn.prefix, engine_request.Sampling(max_tokens=1)
-        domain = Domain(prefix.tenant, prefix.cache_salt, prefix.adapters)
-        hint = CacheHint((prefix.tenant, turn.session_id) if turn.session_id else None, turn.cache_ttl_s)
-        token_ids = block_hash.unpack_token_ids(prefix.token_ids)
-        sequence = Sequence(
-            seq_no, token_ids, sampling, (), adapters=prefix.adapters, domain=domain, hint=hint, is_ahead=True
-        )
-        self._scheduler.next_turns.add(TurnAhead(sequence.token_ids, domain, turn.num_known, sequence))
 
     def _clear_cache(self) -> None:
         """Drops everything that no sequence uses, in host memory too."""
@@ -411,26 +396,13 @@ class StepLoop:
             self._step_budget.observe(plan.num_tokens, ended - began)
         seen = SeenLogits() if self._runner.logits is None else self._runner.logits.take()
         if not is_whole:
-            self._log_undone(plan, outcomes, seen)
+            self._memory_check.log_undone(plan, outcomes, seen, self._scheduler)
         followers = sum(len(one.followers) for one in outcomes if isinstance(one, SampledToken))
         stats = self._step_timer.record(plan, began, ended, followers, seen)
         results = self._scheduler.update(plan, outcomes)
         if not is_whole or self._memory_check.has_suspects:
             self._memory_check.after_step(plan, outcomes, results, self._scheduler.sequences)
         return results, stats
-
-    def _log_undone(self, plan: StepPlan, outcomes: Listing[Outcome], seen: SeenLogits) -> None:
-        if Undone.NO_ROOM in outcomes:
-            self._log.error("kv_memory_exhausted", load=repr(self._scheduler))
-        for part, outcome in zip(plan.scheduled, outcomes, strict=True):
-            if outcome in (Undone.POISONED, Undone.LOST):
-                logits = seen.poisoned.get(part.sequence.seq_no)
-                self._log.warning(
-                    "step_poisoned",
-                    seq_no=part.sequence.seq_no,
-                    tokens=part.start + part.num_tokens,
-                    logits=None if logits is None else logits.to_log(),
-                )
 
     def _report_results(self, results: list[StepResult], stats: ipc.StepStats | None) -> None:
         outputs, watched = [], []
@@ -459,18 +431,9 @@ class StepLoop:
         progress = [ipc.PromptProgress(one.seq_no, one.num_computed, one.num_cached) for one in watched]
         removed, stored = self._pool.prefixes.take_events()
         pairs = [(new.parent, new.hash) for new in stored]
-        load, kv_pool = self._scheduler.load(), self._kv_pool_stats()
+        load = self._scheduler.load()
+        kv_pool = kv_pool_stats(self._scheduler.borrowed_lanes, self._runner.config.kv_lane_bytes)
         scored = [] if self._runner.prompt_scores is None else self._runner.prompt_scores.take()
         self._report(ipc.StepReport([], outputs, load, progress, removed, pairs, stats, kv_pool, scored))
         if not self._scheduler.has_work:
             self._check_when_idle()
-
-    def _kv_pool_stats(self) -> ipc.KvPoolStats | None:
-        lanes = self._scheduler.borrowed_lanes
-        usage = None if lanes is None else lanes.usage()
-        if lanes is None or usage is None:
-            return None
-        lane_bytes = self._runner.config.kv_lane_bytes
-        budget, held, share, cap, _ = usage
-        idle, used = lanes.take_reclaimed()
-        return ipc.KvPoolStats(budget, held, share, cap, idle * lane_bytes, used * lane_bytes)

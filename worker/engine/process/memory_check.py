@@ -22,7 +22,7 @@ from tokenbus.worker.contract.engine_errors import DeviceError
 from tokenbus.worker.engine.device.runner import Runner
 from tokenbus.worker.engine.kv.pool import BlockPool
 from tokenbus.worker.engine.process import ipc
-from tokenbus.worker.engine.scheduling.plan import Outcome, ScheduledTokens, StepPlan, StepResult, Undone
+from tokenbus.worker.engine.scheduling.plan import Outcome, ScheduledTokens, SeenLogits, StepPlan, StepResult, Undone
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason, Sequence
 
 _CANARY_NO = 0
@@ -40,6 +40,7 @@ class MemoryCheck:
         """The sequences whose numbers were not finite in the first such step; none while all is well."""
         self._trusted_copies = 0
         """The number of the last copy made before that step."""
+        self._log = structlog.get_logger()
 
     def __repr__(self) -> str:
         return f"<MemoryCheck, canary of {len(self._runner.canary)} tokens, {len(self._suspects)} suspects>"
@@ -48,6 +49,20 @@ class MemoryCheck:
     def has_suspects(self) -> bool:
         """Whether it is waiting for the outcome of what a step discarded."""
         return bool(self._suspects)
+
+    def log_undone(self, plan: StepPlan, outcomes: Listing[Outcome], seen: SeenLogits, scheduler: object) -> None:
+        """Logs what a step has left undone."""
+        if Undone.NO_ROOM in outcomes:
+            self._log.error("kv_memory_exhausted", load=repr(scheduler))
+        for part, outcome in zip(plan.scheduled, outcomes, strict=True):
+            if outcome in (Undone.POISONED, Undone.LOST):
+                logits = seen.poisoned.get(part.sequence.seq_no)
+                self._log.warning(
+                    "step_poisoned",
+                    seq_no=part.sequence.seq_no,
+                    tokens=part.start + part.num_tokens,
+                    logits=None if logits is None else logits.to_log(),
+                )
 
     def after_step(
         self, plan: StepPlan, outcomes: Listing[Outcome], results: Listing[StepResult], left: Listing[Sequence]
@@ -71,7 +86,7 @@ class MemoryCheck:
     def _end(self) -> None:
         if self._runner.copies is not None:
             self._runner.copies.discard_after(self._trusted_copies)
-        structlog.get_logger().error("memory_poisoned", count=len(self._suspects))
+        self._log.error("memory_poisoned", count=len(self._suspects))
         self._report(ipc.MemoryPoisoned(self._suspects))
         raise DeviceError("non-finite numbers stay in the device's memory though it was overwritten")
 

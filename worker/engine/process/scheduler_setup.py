@@ -1,13 +1,18 @@
 """Makes a replica's block pool and scheduler from its runner's capabilities and the settings."""
 
-from tokenbus.worker.contract import contract
+from tokenbus.protocol.wire import block_hash
+from tokenbus.worker.contract import contract, engine_request
 from tokenbus.worker.contract.engine_errors import ModelError
 from tokenbus.worker.contract.engine_settings import SchedulerSettings
 from tokenbus.worker.engine.device.runner import Runner
 from tokenbus.worker.engine.kv.pool import BlockPool
-from tokenbus.worker.engine.kv.retention import RetentionLimits
+from tokenbus.worker.engine.kv.prefix_tree import Domain
+from tokenbus.worker.engine.kv.retention import CacheHint, RetentionLimits
+from tokenbus.worker.engine.process import ipc
 from tokenbus.worker.engine.scheduling.lanes import LaneShare
+from tokenbus.worker.engine.scheduling.next_turns import TurnAhead
 from tokenbus.worker.engine.scheduling.scheduler import Scheduler
+from tokenbus.worker.engine.scheduling.sequence import Sequence
 
 _CACHED_TOKENS = 256
 """Cached tokens that stay on the device where there is host memory for the rest. Held cells slow every step of every
@@ -70,3 +75,15 @@ def make_scheduler(
         lane_share=lane_share,
         row_tiles=runner.row_tiles,
     )
+
+
+def make_turn(command: ipc.ExpectTurn) -> TurnAhead:
+    """Returns a turn that is expected, with the sequence that computes it."""
+    turn, sampling = command.turn, engine_request.Sampling(max_tokens=1)
+    domain = Domain(turn.tenant, turn.cache_salt, turn.adapters)
+    hint = CacheHint((turn.tenant, turn.session_id) if turn.session_id else None, turn.cache_ttl_s)
+    token_ids = block_hash.unpack_token_ids(turn.token_ids)
+    sequence = Sequence(
+        command.seq_no, token_ids, sampling, (), adapters=turn.adapters, domain=domain, hint=hint, is_ahead=True
+    )
+    return TurnAhead(sequence.token_ids, domain, turn.num_known, sequence)

@@ -1,8 +1,9 @@
 """The step timer makes the stats of each step, which the frontend turns into metrics."""
 
 from tokenbus.worker.engine.kv.pool import BlockPool
-from tokenbus.worker.engine.process.ipc import StepKind, StepStats
+from tokenbus.worker.engine.process.ipc import KvPoolStats, StepKind, StepStats
 from tokenbus.worker.engine.scheduling.counters import SchedulerCounts
+from tokenbus.worker.engine.scheduling.lanes import BorrowedLanes
 from tokenbus.worker.engine.scheduling.plan import SeenLogits, StepPlan
 from tokenbus.worker.engine.scheduling.scheduler import Scheduler
 
@@ -53,3 +54,13 @@ class StepTimer:
             new.ahead_tokens,
             new.used_ahead_tokens,
         )
+
+
+def kv_pool_stats(lanes: BorrowedLanes | None, lane_bytes: int) -> KvPoolStats | None:
+    """Returns a replica's part of the memory that replicas share; None if it shares none."""
+    usage = None if lanes is None else lanes.usage()
+    if lanes is None or usage is None:
+        return None
+    budget, held, share, cap, _ = usage
+    idle, used = lanes.take_reclaimed()
+    return KvPoolStats(budget, held, share, cap, idle * lane_bytes, used * lane_bytes)

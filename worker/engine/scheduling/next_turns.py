@@ -35,7 +35,7 @@ class TurnAhead:
     num_known: int
     """Leading tokens that are those of the last prompt."""
     sequence: Sequence | None
-    """What computes it; None once that is done."""
+    """The sequence that computes it; None once that is done."""
     first: int | None = None
     """The first token that was not cached; None until that is known."""
     end: int = 0
@@ -77,6 +77,11 @@ class TurnsAhead:
         """Whether one has a lane and blocks; no sequence has any then."""
         return self._computing is not None
 
+    @property
+    def used_blocks(self) -> int:
+        """The blocks that one has; any sequence may have them instead."""
+        return self._pool.cache.used_blocks if self.is_computing else 0
+
     def add(self, turn: TurnAhead) -> None:
         """Adds a turn; others may have to go for it."""
         self._turns.append(turn)
@@ -87,22 +92,14 @@ class TurnsAhead:
             most = max(held, key=held.__getitem__)
             self._remove(next(one for one in self._turns if one.domain.tenant == most))
 
-    def change(self, *, can_compute: bool) -> None:
-        """Sets the turn aside that is computed, or starts the next one if none is."""
-        if not can_compute:
-            self.set_aside()
-        elif self._computing is None and (turn := self.next()) is not None:
-            assert turn.sequence is not None, turn
-            sequence, pool = turn.sequence, self._pool
-            if not pool.cache.has_lane or not pool.can_allocate(turn.domain, turn.token_ids, sequence.num_tokens):
-                self._remove(turn)
-                return
-            sequence.start(pool.allocate(turn.domain, is_new=False, hint=sequence.hint))
-            self._computing = turn, sequence
-
     def schedule(self, budget: int) -> list[ScheduledTokens]:
-        """Schedules tokens of the turn that is computed, all but its last one; ends it if there are no more. If nearly
-        all is cached from the start, as where a template keeps the reasoning, nothing is computed."""
+        """Schedules at most `budget` tokens of a turn, all but its last one, and ends it if there are no more. If
+        nearly all is cached from the start, as where a template keeps the reasoning, nothing is computed. With a budget
+        of 0, the turn is set aside."""
+        if not budget:
+            self.set_aside()
+        elif self._computing is None:
+            self._start_next()
         if self._computing is None:
             return []
         turn, sequence = self._computing
@@ -177,6 +174,18 @@ class TurnsAhead:
     def count_used(self, sequence: Sequence) -> None:
         """Counts what a sequence has found of what was computed ahead for it."""
         self.used_tokens += len(range(sequence.ahead.start, min(sequence.ahead.stop, sequence.num_cached)))
+
+    def _start_next(self) -> None:
+        """Gives the next turn a lane. One that does not fit is given up."""
+        if (turn := self.next()) is None:
+            return
+        assert turn.sequence is not None, turn
+        sequence, pool = turn.sequence, self._pool
+        if not pool.cache.has_lane or not pool.can_allocate(turn.domain, turn.token_ids, sequence.num_tokens):
+            self._remove(turn)
+            return
+        sequence.start(pool.allocate(turn.domain, is_new=False, hint=sequence.hint))
+        self._computing = turn, sequence
 
     def _remove(self, turn: TurnAhead) -> None:
         if self._computing is not None and self._computing[0] is turn:

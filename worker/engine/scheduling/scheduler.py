@@ -3,7 +3,7 @@
 Prompts are computed in chunks under a token budget, so that a step stays short for those that decode. Sequences start,
 get their share of the budget and keep their memory in the order of their priority keys: a priority of n counts like
 arriving n times `priority_s` seconds later. The order of two sequences never changes, and a waiting one can be
-overtaken only for a bounded time (decision 0021).
+overtaken only for a bounded time (decision 0021). While there is none, expected turns are computed (next_turns.py).
 
 A sequence starts when there is room for what it and the running ones are expected to use. If that was too little, the
 last in the order is preempted: it waits again at its place in the order, and its blocks go to host memory like all
@@ -20,8 +20,6 @@ with room, and those preempted late have filled memory for nothing.
 
 If replicas lend each other lanes (lanes.py), each step begins with the lanes that this one may hold. If there are fewer
 than before, idle lanes are emptied first, then the last sequences are preempted.
-
-While there is no sequence, turns that are expected may be computed ahead (next_turns.py).
 """
 
 import bisect
@@ -162,10 +160,10 @@ class Scheduler:
         seconds of one monotonic clock."""
         self._pool.prefixes.retention.expire(now)
         self._cache.host.set_limits(offloads=transfer_blocks, onloads=transfer_blocks)
-        self.next_turns.change(can_compute=ahead_tokens > 0 and not self._running and not self._waiting)
         self._expectation.observe((*self._running, *self._waiting))
         self._preempt_excess()
         self._give_up_lanes()
+        ahead = self.next_turns.schedule(0 if self._running or self._waiting else ahead_tokens)
         started = self._start_waiting()
         for sequence in self._running:
             if not sequence.is_decoding:
@@ -180,7 +178,6 @@ class Scheduler:
         planned = {one.sequence.seq_no for one in decodes}
         left = self._max_step_tokens - sum(one.num_tokens for one in decodes)
         prompts = self._schedule_prompts(sequences, prefill_tokens, left, planned)
-        ahead = self.next_turns.schedule(ahead_tokens)
         self._cache.write_through()
         self._cache.trim(self._max_cached_blocks)
         preempted, self._preempted = self._preempted, []
@@ -231,8 +228,8 @@ class Scheduler:
             running=len(running),
             waiting=len(waiting),
             queued_prefill_tokens=sum(one.num_uncomputed for one in running if not one.is_decoding),
-            used_blocks=self._used_blocks,
-            cached_blocks=cache.evictable_blocks + cache.used_blocks - self._used_blocks,
+            used_blocks=cache.used_blocks - self.next_turns.used_blocks,
+            cached_blocks=cache.evictable_blocks + self.next_turns.used_blocks,
             free_blocks=cache.free_blocks,
             expected_blocks=self._expected() + sum(self._expectation.blocks(one) for one in waiting if one.preemptions),
             expected_answer_tokens=self._expectation.answer_tokens,
@@ -334,12 +331,8 @@ class Scheduler:
 
     def _expected(self) -> int:
         """Returns the blocks that running sequences use and are expected to use."""
-        return self._used_blocks + sum(self._expectation.reserved_blocks(one) for one in self._running)
-
-    @property
-    def _used_blocks(self) -> int:
-        """The blocks that sequences use; any of them may have those of a turn that is computed ahead."""
-        return 0 if self.next_turns.is_computing else self._cache.used_blocks
+        used = self._cache.used_blocks - self.next_turns.used_blocks
+        return used + sum(self._expectation.reserved_blocks(one) for one in self._running)
 
     def _append(self, sequence: Sequence, outcome: SampledToken | EngineFinishReason) -> StepResult:
         if isinstance(outcome, EngineFinishReason):

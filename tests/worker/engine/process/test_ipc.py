@@ -62,7 +62,7 @@ COMMANDS: list[ipc.Command] = [
     ipc.LoadAdapter(5, "/adapters/é.gguf"),
     ipc.UnloadAdapter("d"),
     ipc.RetainSession("acme", "s", 60.0),
-    ipc.ExpectTurn(8, contract.ExpectedTurn(contract.CachedPrefix("acme", "", (), b"\x01\0\0\0"), 1, "s", 60.0)),
+    ipc.ExpectTurn(8, engine_request.ExpectedTurn(b"\x01\0\0\0", 1, "acme", "", "s", (), 60.0)),
     ipc.Abort(2**40),
     ipc.ClearCache(),
     ipc.AbortPooling(3),

@@ -16,7 +16,7 @@ from tests.support.block_hashes import block_hashes
 from tests.support.reasoning_vocabulary import KNOWN, ReasoningVocabulary
 from tokenbus.protocol.wire import block_hash
 from tokenbus.worker.chat_format.reasoning_budget import ReasoningBudget
-from tokenbus.worker.contract import contract, engine_request
+from tokenbus.worker.contract import engine_request
 from tokenbus.worker.contract.engine_errors import DeviceError, InsufficientMemoryError
 from tokenbus.worker.contract.engine_settings import SchedulerSettings
 from tokenbus.worker.engine.process import ipc, resumed_tokens
@@ -479,8 +479,7 @@ def expect(seq_no: int, num_tokens: int, num_known: int) -> ipc.ExpectTurn:
     """A turn that begins like the prompts of `shared_add`."""
     token_ids = block_hash.unpack_token_ids(shared_add(1, num_known).token_ids).tolist()
     token_ids += [1 + (5 * place) % 90 for place in range(num_tokens - num_known)]
-    prefix = contract.CachedPrefix("acme", "", (), block_hash.pack_token_ids(token_ids))
-    return ipc.ExpectTurn(seq_no, contract.ExpectedTurn(prefix, num_known))
+    return ipc.ExpectTurn(seq_no, engine_request.ExpectedTurn(block_hash.pack_token_ids(token_ids), num_known, "acme"))
 
 
 def test_an_idle_loop_computes_an_expected_turn_and_reports_only_its_blocks() -> None:
