@@ -4,8 +4,10 @@ import dataclasses
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from tests.support.executed_scheduler import ExecutedScheduler, sizes
+from tests.support.executed_scheduler import ExecutedScheduler, generated, sizes
 from tokenbus.protocol.wire.block_hash import Adapter
 from tokenbus.worker.contract import engine_request
 from tokenbus.worker.engine.kv.prefix_tree import Domain
@@ -213,3 +215,44 @@ def test_an_unloaded_adapter_takes_the_turns_that_use_it_with_it() -> None:
     turns.forget("d")
     assert turns.next() is plain
     assert len(turns) == 1
+
+
+TEXTS = [QUESTION[: 3 * place] + tail * 3 for place in range(5) for tail in ("a", "bc", "def", "longer tail")]
+ACTS = st.one_of(
+    st.tuples(st.just("add"), st.sampled_from(TEXTS)),
+    st.tuples(st.just("expect"), st.sampled_from(TEXTS)),
+    st.tuples(st.just("step"), st.sampled_from([0, 1, 7, 64])),
+    st.tuples(st.just("forget"), st.none()),
+)
+
+
+@given(
+    acts=st.lists(ACTS, max_size=40),
+    total_blocks=st.integers(24, 60),
+    num_lanes=st.integers(2, 5),
+    host_blocks=st.sampled_from([0, 8, 40]),
+)
+def test_whatever_is_computed_ahead_answers_stay_the_same_and_all_memory_comes_back(
+    acts: list[tuple[str, Any]], total_blocks: int, num_lanes: int, host_blocks: int
+) -> None:
+    executed = ExecutedScheduler(total_blocks, 2, num_lanes, host_blocks=host_blocks)
+    sequences: dict[int, str] = {}
+    for number, (act, value) in enumerate(acts, start=1):
+        if act == "add":
+            executed.add(number, value, 3)
+            sequences[number] = value
+        elif act == "expect":
+            executed.expect(number, value, len(value) // 2)
+        elif act == "step":
+            executed.step(transfer_blocks=2, ahead_tokens=value)
+        else:
+            executed.scheduler.next_turns.forget()
+    executed.run(transfer_blocks=2)
+    for _ in range(200):
+        executed.step(transfer_blocks=2, ahead_tokens=16)
+    turns = executed.scheduler.next_turns
+    assert not turns
+    assert turns.used_tokens <= turns.computed_tokens
+    assert executed.pool.cache.used_blocks == 0
+    for number, text in sequences.items():
+        assert generated(executed.sequences[number]) == executed.answer(text, 3)
