@@ -60,7 +60,7 @@ PURE = (
     "worker/chat_format/*.py",
     "worker/chat_format/parsing/*.py",
     "worker/contract/*.py",
-    "worker/engine_client/detokenizer.py",
+    "worker/streams/detokenizer.py",
     "worker/streams/replay_buffer.py",
     "worker/streams/holds.py",
     "worker/streams/router_reach.py",

@@ -18,13 +18,13 @@ from tokenbus.worker.contract import contract, engine_output, engine_request
 from tokenbus.worker.engine.process import ipc
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason
 from tokenbus.worker.engine_client import admission, sequences
-from tokenbus.worker.engine_client.answer_reader import AnswerReader
 from tokenbus.worker.engine_client.engine_calls import EngineAdapters, PendingCalls, PoolingCalls
 from tokenbus.worker.engine_client.engine_faults import CrashAttribution, StepWatchdog
 from tokenbus.worker.engine_client.engine_process import EngineConnection, EngineDiedError, EngineLink
 from tokenbus.worker.engine_client.generation import Generation
 from tokenbus.worker.engine_client.listener import EngineListener
 from tokenbus.worker.files.device_memory import DeviceMemory
+from tokenbus.worker.streams.reader import CompletionReader
 
 _STALL_S = 1.0
 _MIN_TIMED_TOKENS = 32
@@ -120,8 +120,8 @@ class EngineClient:
         admission.check(request, config)
         self._adapters.check(request)
         self.capacity.check(len(self._sequences), config.max_num_seqs)
-        reader = AnswerReader(self._chat_rules, request) if request.parsing and self._chat_rules else None
-        generation = Generation(request, sink, self.token_bytes, time.monotonic(), reader)
+        reader = CompletionReader(request, self.token_bytes, self._chat_rules)
+        generation = Generation(request, sink, reader, time.monotonic())
         generation.resume(config.end_token_ids)
         if generation.is_complete:
             self._end_soon(generation)

@@ -1,25 +1,19 @@
 """The engine client's side of one accepted request: turns sampled tokens into outputs and exactly one terminal.
 
 It outlives an engine: when one dies, the next gets the prompt and the tokens sampled so far, and continues. A
-completion that another worker began continues in the same way: its tokens are turned into text again, so that all that
-depends on them, such as held-back text, is as if they had been sampled here."""
+completion that another worker began continues in the same way."""
 
 import asyncio
-import time
 from array import array
 from collections.abc import Sequence
-from typing import NamedTuple
 
-from msgspec import UNSET
-
-from tokenbus.protocol.wire import codec, errors, limits, messages
+from tokenbus.protocol.wire import codec, errors, messages
 from tokenbus.protocol.wire.traces import GAP_BUCKETS
 from tokenbus.worker.contract import engine_output, engine_request
 from tokenbus.worker.engine.process.ipc import SequenceOutput
 from tokenbus.worker.engine.scheduling.plan import ScoredTokens
-from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason, FinishRule
-from tokenbus.worker.engine_client.answer_reader import AnswerReader
-from tokenbus.worker.engine_client.detokenizer import Detokenizer
+from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason
+from tokenbus.worker.streams.reader import CompletionReader, Ending
 
 _FAILURES = {
     EngineFinishReason.INSUFFICIENT_MEMORY: errors.make_error(errors.Code.INSUFFICIENT_MEMORY),
@@ -32,20 +26,6 @@ _FAILURES = {
 
 
 _TOO_COSTLY = "could not be followed to its end; make it simpler or less ambiguous"
-_MAX_RESUME_S = 0.8 * limits.ACCEPT_TIMEOUT_S
-"""The time for reading resumed tokens. It blocks the event loop, and an accept that comes later comes too late: the
-router asks the next worker, and one that stands still for three times as long gives up all its streams. Most tokens
-take 5 microseconds, those of many small tool calls 25."""
-_TOKENS_AT_ONCE = 2_048
-"""Resumed tokens that are read before the time is checked."""
-
-
-class _Ending(NamedTuple):
-    """The way in which a token completes a generation, and the text that was held back until then."""
-
-    finish_reason: messages.FinishReason
-    stop_match: str | int | None = None
-    held_text: str = ""
 
 
 class Generation:
@@ -55,17 +35,12 @@ class Generation:
         self,
         request: engine_request.EngineRequest,
         sink: engine_output.Sink,
-        token_bytes: Sequence[bytes],
+        reader: CompletionReader,
         accepted_at: float,
-        reader: AnswerReader | None = None,
     ) -> None:
-        """`reader` separates reasoning and tool calls from the text; without one, all is text."""
         self.request = request
         self._sink = sink
-        self._detokenizer = Detokenizer(token_bytes, request.stop, request.sampling.min_tokens)
         self._reader = reader
-        self._is_plain = reader is None and not request.stop
-        """Whether a token adds its text and nothing else, unless it is the last one."""
         self.accepted_at = accepted_at
         self._elapsed_ms = 0.0
         """The completion's age when it was accepted here."""
@@ -81,7 +56,6 @@ class Generation:
         """The number of engines that died in a step with this request since its last token."""
         self.has_ended = False
         """Whether its sink has received the terminal."""
-        self._ending: _Ending | None = None
         self._is_constraint_ready = False
         """Whether its sink knows that the constraint is compiled; another engine compiles it again."""
         self._sink_failed = False
@@ -92,12 +66,12 @@ class Generation:
             self.logprobs_from = request.sampling.prompt_logprobs_from or 0
 
     def __repr__(self) -> str:
-        return f"<Generation {self.request.key}: {self._detokenizer.num_tokens} tokens>"
+        return f"<Generation {self.request.key}: {self._reader.num_tokens} tokens>"
 
     @property
     def is_complete(self) -> bool:
         """Whether it ran to its end: to a stop, or to its full length."""
-        return self._ending is not None
+        return self._reader.ending is not None
 
     def resume(self, end_token_ids: Sequence[int]) -> None:
         """Resumes the completion that the request continues: hands out its tokens, with their text.
@@ -107,14 +81,8 @@ class Generation:
         resumed = self.request.resumed
         if resumed is None:
             return
-        constrained = self.request.constraint is not None
-        rule = FinishRule(self.request.sampling, end_token_ids, constrained=constrained)
-        parts: dict[int, engine_output.AnswerParts] = {}
         try:
-            if self._reader is None:
-                texts = self._add_resumed(resumed.token_ids, rule)
-            else:
-                texts, parts = self._read_resumed(resumed.token_ids, rule)
+            texts, parts = self._reader.read_resumed(resumed.token_ids, end_token_ids)
         except errors.RequestError:
             raise
         except Exception as error:  # a bug in reading its tokens: its router gets an answer all the same
@@ -173,7 +141,7 @@ class Generation:
             return self._advance(output, now)
         except Exception as error:  # a bug in reading its tokens ends this generation, never its neighbours' step
             del self.sampled[num_before:]  # nobody got them
-            self._detokenizer.num_tokens = num_before
+            self._reader.forget_after(num_before)
             self._break_off(error, now)
             return True
 
@@ -188,26 +156,25 @@ class Generation:
         first_token = None
         if self._first_token is None:
             first_token = self._first_token = self._account(now, output.cached_tokens or 0)
+        reader = self._reader
         if self.request.is_warm_up:  # the token was sampled only because every prompt ends with one
-            self._ending = _Ending(messages.FinishReason.LENGTH)
+            reader.ending = Ending(messages.FinishReason.LENGTH)
             self._complete(engine_output.Output(), now)
             return True
         token_ids, logprobs = output.token_ids, output.logprobs
-        if self._is_plain and len(token_ids) == 1 and output.finish_reason is None:  # nearly always
-            text, count = self._detokenizer.decode(token_ids[0]), 1
-        else:
-            text, count = self._add_texts(token_ids, output.finish_reason)
+        text, count = reader.read(token_ids, output.finish_reason)
         if count < len(token_ids):
             token_ids, logprobs = token_ids[:count], logprobs[:count]
         self.sampled.extend(token_ids)
+        is_last = reader.ending is not None
         made = engine_output.Output(
             token_ids=token_ids,
             text=text,
             logprobs=logprobs,
             first_token=first_token,
-            is_plain=self._is_plain and first_token is None and not logprobs and self._ending is None,
+            is_plain=reader.is_plain and first_token is None and not logprobs and not is_last,
         )
-        if self._ending is None:
+        if not is_last:
             self._hand_out(made)
             return self.has_ended or self._sink_failed  # its sink may have cancelled it
         self._complete(made, now)
@@ -215,7 +182,7 @@ class Generation:
 
     def cancel(self, now: float) -> None:
         try:
-            held = self._rest(self._detokenizer.flush(), cut_off=True)
+            held = self._reader.cut_off()
         except Exception as error:  # a bug in reading its tokens
             self._break_off(error, now)
             return
@@ -234,90 +201,9 @@ class Generation:
     def _report(self, problem: str, error: Exception) -> None:
         asyncio.get_running_loop().call_exception_handler({"message": problem, "exception": error})
 
-    def _add_resumed(self, token_ids: Sequence[int], rule: FinishRule) -> list[str]:
-        """Counts the given tokens and returns the text that came with each. Only the last of them may complete the
-        generation; otherwise raises RequestError.
-
-        All of it blocks the worker's event loop, so the work per token matters: there may be 100,000."""
-        before, last = token_ids[:-1], token_ids[-1]
-        texts: list[str] = []
-        began_s = time.monotonic()
-        for at in range(0, len(before), _TOKENS_AT_ONCE):
-            some = before[at : at + _TOKENS_AT_ONCE]
-            texts += self._detokenizer.push_all(some)
-            if len(texts) < at + len(some):  # a stop string is complete
-                break
-            _check_time(began_s, len(texts), token_ids)
-        finishing = (place for place, token_id in enumerate(before) if rule.finish_reason(token_id, place + 1))
-        place = min(len(texts), next(finishing, len(before)))
-        if place < len(before):
-            raise _ends_early(place, token_ids)
-        text, self._ending = self._add_text(last, rule.finish_reason(last, len(token_ids)))
-        return [*texts, text]
-
-    def _read_resumed(
-        self, token_ids: Sequence[int], rule: FinishRule
-    ) -> tuple[list[str], dict[int, engine_output.AnswerParts]]:
-        """Does the same for a parsed answer; also returns what else came with tokens."""
-        assert self._reader is not None
-        texts: list[str] = []
-        parts: dict[int, engine_output.AnswerParts] = {}
-        began_s = time.monotonic()
-        for place, token_id in enumerate(token_ids):
-            if self._ending is not None:
-                raise _ends_early(place - 1, token_ids)
-            if place % _TOKENS_AT_ONCE == 0:
-                _check_time(began_s, place, token_ids)
-            text, self._ending = self._add_text(token_id, rule.finish_reason(token_id, place + 1))
-            texts.append(text)
-            if self._reader.has_parts:
-                parts[place] = self._reader.take_parts()
-        return texts, parts
-
-    def _add_texts(self, token_ids: list[int], finish_reason: EngineFinishReason | None) -> tuple[str, int]:
-        """Counts tokens up to the one that completes the generation; returns their text and number."""
-        text, last = "", len(token_ids) - 1
-        for place, token_id in enumerate(token_ids):
-            more, self._ending = self._add_text(token_id, finish_reason if place == last else None)
-            text += more
-            if self._ending is not None:
-                return text, place + 1
-        return text, len(token_ids)
-
-    def _add_text(self, token_id: int, finish_reason: EngineFinishReason | None) -> tuple[str, _Ending | None]:
-        """Counts a token; returns the text that may be published now, and how the token completes the generation."""
-        if finish_reason is EngineFinishReason.STOP_TOKEN:
-            self._detokenizer.count_hidden_token()
-            return "", _Ending(messages.FinishReason.STOP, token_id, self._detokenizer.flush())
-        if self._reader is None:
-            text, stop = self._detokenizer.push(token_id)
-        elif self._reader.is_marker(token_id):
-            # held-back text precedes the marker, and no stop string contains one
-            text, stop = self._reader.read_text(self._detokenizer.flush()) + self._reader.read(token_id, ""), None
-            self._detokenizer.count_hidden_token()
-        else:
-            text, stop = self._detokenizer.push(token_id)
-            text = self._reader.read(token_id, text)
-        if stop is not None:  # a stop string in the last token is a stop, not a length
-            return text, _Ending(messages.FinishReason.STOP, stop)
-        if finish_reason is EngineFinishReason.LENGTH:
-            return text, _Ending(messages.FinishReason.LENGTH, held_text=self._detokenizer.flush())
-        return text, None
-
     def _complete(self, last: engine_output.Output, now: float) -> None:
-        assert self._ending is not None, self
-        reason, stop_match, held = self._ending
-        is_done = reason is messages.FinishReason.STOP and isinstance(stop_match, int)
-        text = last.text + self._rest(held, cut_off=not is_done)
-        if is_done and self._reader is not None and self._reader.has_calls:
-            reason, stop_match = messages.FinishReason.TOOL_CALLS, None
-        self._finish(codec.replace(last, text=text, finish_reason=reason, stop_match=stop_match), now)
-
-    def _rest(self, held: str, *, cut_off: bool) -> str:
-        """Returns the answer's held-back text. `cut_off`: the model had not finished."""
-        if self._reader is None:
-            return held
-        return self._reader.read_text(held) + self._reader.finish(cut_off=cut_off)
+        reason, stop_match, text = self._reader.end()
+        self._finish(codec.replace(last, text=last.text + text, finish_reason=reason, stop_match=stop_match), now)
 
     def _failure(self, reason: EngineFinishReason) -> errors.Error:
         constraint = self.request.constraint
@@ -334,7 +220,7 @@ class Generation:
 
     def _hand_out(self, output: engine_output.Output) -> None:
         """Gives an output to the sink, with the reasoning and tool calls read since the last one."""
-        if self._reader is not None and self._reader.has_parts:
+        if self._reader.has_parts:
             reasoning, tool_calls = self._reader.take_parts()
             output = codec.replace(output, reasoning=reasoning, tool_calls=tool_calls)
         try:
@@ -344,13 +230,13 @@ class Generation:
             self._report(f"the sink of {self.request.key} failed", error)
 
     def _usage(self) -> messages.Usage:
-        prompt, completion = len(self.request.token_ids), self._detokenizer.num_tokens
+        prompt, completion = len(self.request.token_ids), self._reader.num_tokens
         return messages.Usage(
             prompt_tokens=prompt,
             completion_tokens=completion,
             total_tokens=prompt + completion,
             cached_tokens=0 if self._first_token is None else self._first_token.cached_tokens,
-            reasoning_tokens=UNSET if self._reader is None else self._reader.reasoning_tokens,
+            reasoning_tokens=self._reader.reasoning_tokens,
         )
 
     def _account(self, now: float, cached_tokens: int = 0) -> engine_output.FirstTokenStats:
@@ -371,18 +257,6 @@ class Generation:
             decode_ms=round(total_ms - ttft_ms, 3),
             total_ms=total_ms,
         )
-
-
-def _ends_early(place: int, token_ids: Sequence[int]) -> errors.RequestError:
-    problem = f"the completion ends with token {place + 1} of the {len(token_ids)} given ones"
-    return errors.request_error(errors.Code.INVALID_REQUEST, problem, param="resume_from")
-
-
-def _check_time(began_s: float, num_read: int, token_ids: Sequence[int]) -> None:
-    """Raises RequestError if reading resumed tokens, which began at `began_s`, takes too long."""
-    if time.monotonic() - began_s > _MAX_RESUME_S:
-        problem = f"resume_from: its {len(token_ids)} tokens take too long to read, the first {num_read} alone did"
-        raise errors.request_error(errors.Code.UNSUPPORTED, problem, param="resume_from")
 
 
 def _ms(seconds: float) -> float:

@@ -13,6 +13,7 @@ from tokenbus.worker.contract.contract import StreamValidator
 from tokenbus.worker.engine.process import ipc
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason
 from tokenbus.worker.engine_client.generation import Generation
+from tokenbus.worker.streams.reader import CompletionReader
 
 PIECES = [b"", b"a", b"b", b"ST", b"OP", b"\xe2\x82", b"\xac", b"c "]
 EOS, A, B, ST, OP, HALF_EURO, REST_OF_EURO, C = range(8)
@@ -52,7 +53,7 @@ class Recording:
         )
         self.outputs: list[engine_output.Output] = []
         sink = StreamValidator(request, self.outputs.append)
-        self.generation = Generation(request, sink, PIECES, accepted_at=10.0)
+        self.generation = Generation(request, sink, CompletionReader(request, PIECES), accepted_at=10.0)
 
     def take(self, *token_ids: int, end: EngineFinishReason | None = None, now: float = 11.0) -> bool:
         """Gives it tokens, the last one with `end`; whether it ended with the last one."""
@@ -231,7 +232,7 @@ async def test_a_sink_that_fails_ends_its_own_generation_and_is_reported() -> No
     request = engine_request.EngineRequest(
         key="default:g", token_ids=[1], sampling=engine_request.Sampling(max_tokens=9)
     )
-    generation = Generation(request, fail, PIECES, accepted_at=0.0)
+    generation = Generation(request, fail, CompletionReader(request, PIECES), accepted_at=0.0)
     assert generation.advance(made(A), 1.0)
     assert [type(error) for error in reported] == [ZeroDivisionError]
 
@@ -245,7 +246,8 @@ def test_a_sink_that_cancels_its_own_generation_ends_it_with_that_token() -> Non
         if output.finish_reason is None:
             generation.cancel(now=11.5)
 
-    generation = Generation(recording.generation.request, cancel_at_once, PIECES, accepted_at=10.0)
+    request = recording.generation.request
+    generation = Generation(request, cancel_at_once, CompletionReader(request, PIECES), accepted_at=10.0)
     assert generation.advance(made(A), 11.0)
     assert [output.finish_reason for output in recording.outputs] == [None, CANCELLED]
     assert recording.outputs[-1].usage is not None

@@ -1,7 +1,6 @@
 """Reasoning and tool calls are told apart from the text token by token, and wherever an answer is continued."""
 
 import asyncio
-import sys
 from typing import Any
 
 import pytest
@@ -16,9 +15,9 @@ from tokenbus.worker.contract.chat_format import Calls, ChatFormat, Kind, Reason
 from tokenbus.worker.contract.contract import StreamValidator
 from tokenbus.worker.engine.process import ipc
 from tokenbus.worker.engine.scheduling.sequence import FinishRule
-from tokenbus.worker.engine_client import generation
-from tokenbus.worker.engine_client.answer_reader import AnswerReader
 from tokenbus.worker.engine_client.generation import Generation
+from tokenbus.worker.streams import reader
+from tokenbus.worker.streams.reader import CompletionReader, PartsReader
 
 PIECES = [
     *(b"", b"", b"", b"</think>", b"<|assistant|>", b"\n", b"Hello", b" ST", b"OP", b'{"name": "f", "arguments": '),
@@ -60,7 +59,7 @@ class Answering:
         self.outputs: list[engine_output.Output] = []
         self.rule = FinishRule(request.sampling, [EOS])
         sink = StreamValidator(request, self.outputs.append)
-        self.generation = Generation(request, sink, PIECES, 10.0, AnswerReader(RULES, request))
+        self.generation = Generation(request, sink, CompletionReader(request, PIECES, RULES), 10.0)
         self.generation.resume([EOS])
         self.generation.started_at = 10.25
 
@@ -197,13 +196,13 @@ def test_an_answer_continued_at_any_place_is_the_undisturbed_one(
 
 def test_given_tokens_that_take_too_long_to_read_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Markers take longest: 100,000 of them took more than two seconds, and a frontend may stand still for 1.5."""
-    monkeypatch.setattr(generation, "_MAX_RESUME_S", 0.01)
+    monkeypatch.setattr(reader, "_MAX_RESUME_S", 0.01)
     with pytest.raises(errors.RequestError) as refused:
         Answering(max_tokens=100_000, resumed=after(*[CALL, LINE] * 10_000))
     assert (refused.value.error.code, refused.value.error.param) == (errors.Code.UNSUPPORTED, "resume_from")
 
 
-class _BrokenReader(AnswerReader):
+class _BrokenReader(PartsReader):
     """Has a bug that shows at one token."""
 
     def read(self, token_id: int, text: str) -> str:
@@ -218,7 +217,7 @@ class _BrokenReader(AnswerReader):
 async def test_a_bug_in_reading_an_answer_ends_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     problems: list[object] = []
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: problems.append(context["exception"]))
-    monkeypatch.setattr(sys.modules[__name__], "AnswerReader", _BrokenReader)
+    monkeypatch.setattr(reader, "PartsReader", _BrokenReader)
     for token_ids, cancels in (((HELLO, ONE), False), ((HELLO, EOS), False), ((HELLO,), True)):
         answering = Answering().sample(*token_ids)
         if cancels:

@@ -9,8 +9,9 @@ from tokenbus.worker.contract import engine_output, engine_request
 from tokenbus.worker.contract.contract import StreamValidator
 from tokenbus.worker.engine.process import ipc
 from tokenbus.worker.engine.scheduling.sequence import FinishRule
-from tokenbus.worker.engine_client import generation
 from tokenbus.worker.engine_client.generation import Generation
+from tokenbus.worker.streams import reader
+from tokenbus.worker.streams.reader import CompletionReader
 
 PIECES = [b"", b"a", b"b", b"ST", b"OP", b"\xe2\x82", b"\xac", b"c "]
 EOS, A, B, ST, OP, HALF_EURO, REST_OF_EURO, C = range(8)
@@ -31,7 +32,8 @@ class Engine:
         )
         self.outputs: list[engine_output.Output] = []
         self.rule = FinishRule(request.sampling, [EOS])
-        self.generation = Generation(request, StreamValidator(request, self.outputs.append), PIECES, accepted_at=10.0)
+        sink = StreamValidator(request, self.outputs.append)
+        self.generation = Generation(request, sink, CompletionReader(request, PIECES), accepted_at=10.0)
         self.generation.resume([EOS])
         self.generation.started_at = 10.25
 
@@ -172,14 +174,14 @@ def test_a_completion_that_ends_before_its_last_given_token_is_refused(
     )
     outputs: list[engine_output.Output] = []
     with pytest.raises(errors.RequestError, match=f"token {len(given) - 1} of the {len(given)} given ones") as caught:
-        Generation(request, outputs.append, PIECES, accepted_at=0.0).resume([EOS])
+        Generation(request, outputs.append, CompletionReader(request, PIECES), accepted_at=0.0).resume([EOS])
     assert (caught.value.error.code, caught.value.error.param) == (errors.Code.INVALID_REQUEST, "resume_from")
     assert not outputs
 
 
 @pytest.mark.parametrize("count", [3, 4, 5, 8])
 def test_given_tokens_are_read_in_pieces_as_if_they_were_one(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-    monkeypatch.setattr(generation, "_TOKENS_AT_ONCE", 4)
+    monkeypatch.setattr(reader, "_TOKENS_AT_ONCE", 4)
     engine = Engine("STOP", "zz", resumed=after(*[A] * (count - 1), ST))
     engine.sample(C, B)
     assert engine.texts == ["a"] * (count - 1) + ["", "STc ", "b"]
@@ -190,7 +192,7 @@ def test_given_tokens_are_read_in_pieces_as_if_they_were_one(monkeypatch: pytest
 
 def test_given_tokens_that_take_too_long_to_read_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """A frontend that reads for too long would give up the streams of all others."""
-    monkeypatch.setattr(generation, "_MAX_RESUME_S", -1.0)
+    monkeypatch.setattr(reader, "_MAX_RESUME_S", -1.0)
     with pytest.raises(errors.RequestError) as refused:
         Engine(resumed=after(A, A))
     assert refused.value.error.code is errors.Code.UNSUPPORTED
@@ -238,4 +240,4 @@ def test_a_sink_that_fails_at_a_given_token_refuses_the_request() -> None:
     sampling = engine_request.Sampling(max_tokens=9)
     request = engine_request.EngineRequest(key="default:g", token_ids=[1], sampling=sampling, resumed=after(A))
     with pytest.raises(ZeroDivisionError):
-        Generation(request, fail, PIECES, accepted_at=0.0).resume([EOS])
+        Generation(request, fail, CompletionReader(request, PIECES), accepted_at=0.0).resume([EOS])

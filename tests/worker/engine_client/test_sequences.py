@@ -9,6 +9,7 @@ from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason
 from tokenbus.worker.engine_client.engine_faults import CrashAttribution
 from tokenbus.worker.engine_client.generation import Generation
 from tokenbus.worker.engine_client.sequences import OpenSequences
+from tokenbus.worker.streams.reader import CompletionReader
 
 TOKEN_BYTES = [b"", b"a", b"STOP"]
 A, STOP = 1, 2
@@ -40,7 +41,7 @@ class Table:
             has_remote_prefill=has_remote_prefill,
             expected_cached_tokens=expected_cached_tokens,
         )
-        generation = Generation(request, self.outputs.append, TOKEN_BYTES, accepted_at=0.0)
+        generation = Generation(request, self.outputs.append, CompletionReader(request, TOKEN_BYTES), accepted_at=0.0)
         self.sequences.add(self.sequences.next_number(), generation, held)
         return generation
 
@@ -179,7 +180,7 @@ def held(table: Table, name: str) -> Generation:
     """Opens a sequence that the engine has not been given."""
     sampling = engine_request.Sampling(max_tokens=9)
     request = engine_request.EngineRequest(key=name, token_ids=[1], sampling=sampling, is_held=True)
-    generation = Generation(request, table.outputs.append, TOKEN_BYTES, accepted_at=0.0)
+    generation = Generation(request, table.outputs.append, CompletionReader(request, TOKEN_BYTES), accepted_at=0.0)
     table.sequences.add(table.sequences.next_number(), generation, b"command")
     return generation
 
@@ -215,7 +216,7 @@ def constrained(table: Table, name: str, held: bytes | None = None) -> Generatio
     constraint = engine_request.Constraint(kind=engine_request.ConstraintKind.REGEX, source="a", param="regex")
     sampling = engine_request.Sampling(max_tokens=9)
     request = engine_request.EngineRequest(key=name, token_ids=[1], sampling=sampling, constraint=constraint)
-    generation = Generation(request, table.outputs.append, TOKEN_BYTES, accepted_at=0.0)
+    generation = Generation(request, table.outputs.append, CompletionReader(request, TOKEN_BYTES), accepted_at=0.0)
     table.sequences.add(table.sequences.next_number(), generation, held)
     return generation
 
