@@ -97,13 +97,12 @@ class SampledTokens:
         if first_token is not None:
             self.first_tokens.append(first_token)
 
-    def remove(self, stream_no: int) -> None:
-        """Discards the tokens of a stream that ends without publishing them."""
-        kept = [pair for pair in zip(self.stream_nos, self.token_ids, strict=True) if pair[0] != stream_no]
-        self.stream_nos = array("I", (pair[0] for pair in kept))
-        self.token_ids = array("I", (pair[1] for pair in kept))
-        self.logprobs.pop(stream_no, None)
-        self.first_tokens = [one for one in self.first_tokens if one.stream_no != stream_no]
+
+def last_of(sampled: list[SampledTokens]) -> SampledTokens:
+    """Returns the last entry's tokens, or another's if there is no room."""
+    if not sampled or sampled[-1].is_full:
+        sampled.append(SampledTokens())
+    return sampled[-1]
 
 
 _HASHES_PER_ENTRY = 512

@@ -18,13 +18,14 @@ class ChunkMarks:
     def __repr__(self) -> str:
         return f"<ChunkMarks {self._carried}>"
 
-    def mark(self, chunk: messages.Chunk) -> str:
-        """Returns the reply subject for a chunk that is about to be published."""
-        if not self._subjects:
-            return ""
+    def subject(self, ahead: int) -> str:
+        """Returns the reply subject of the next chunk, or of the one that many after it."""
+        return self._subjects[(self._number + 1 + ahead) % subjects.NUM_MARKS] if self._subjects else ""
+
+    def sent(self, chunk: messages.Chunk) -> None:
+        """Notes that the next chunk was published."""
         number = self._number = (self._number + 1) % subjects.NUM_MARKS
         self._carried[number] = chunk.offset, prompt_offset(chunk)
-        return self._subjects[number]
 
     def carried(self, mark: int) -> tuple[int, int | None] | None:
         """Returns the offset of the last chunk with a mark, and its `prompt_offset`; None if that was forgotten."""

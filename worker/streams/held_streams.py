@@ -76,14 +76,15 @@ class HeldStreams:
             return
         stream = self._owner.find_any(key)
         if stream is not None and not stream.is_given_up and (carried := stream.marks.carried(mark)) is not None:
-            self._hold(stream, carried[0]).lack(*carried)
+            self._hold(stream)
+            stream.lacks(*carried)
 
     def hold_unconfirmed(self) -> None:
         """Holds the streams of distant guardians that have not confirmed them for too long."""
         now, until = lease_time(), math.inf
         for stream in self._owner:
             if stream.hold is None and now >= (deadline := self._reach.publish_until(stream.guardian)):
-                self._hold(stream, stream.num_tokens)
+                self._hold(stream)
             elif stream.hold is None:
                 until = min(until, deadline)
         self._outbox.publish_until = until
@@ -91,9 +92,9 @@ class HeldStreams:
     def asked(self, stream: WorkerStream, offset: int, prompt_offset: int | None) -> None:
         """Notes that the client of a held stream asks for lost chunks: it can be reached, and says what it has."""
         assert stream.hold is not None, stream
-        stream.hold.offset, stream.hold.prompt_offset = min(offset, stream.num_tokens), prompt_offset
-        stream.hold.reached_at = stream.hold.reached_at or lease_time()
-        self._settle(stream, lease_time())
+        stream.skip()
+        stream.lacks(offset, prompt_offset)
+        self._reached(stream.hold, stream)
 
     def repeat_end(self, key: str, offset: int) -> None:
         """Publishes a stream that has ended again from token `offset` on, for a guardian that has missed its end. Where
@@ -103,10 +104,11 @@ class HeldStreams:
             return
         if not self._reach.is_distant(stream.guardian or stream.run.router_id):
             return
-        if stream.hold is not None:
-            self.asked(stream, min(offset, stream.hold.offset), stream.hold.prompt_offset)
+        stream.lacks(offset, None)
+        if stream.hold is None:
+            self._outbox.publish_again(stream, time.monotonic())
         else:
-            self._outbox.replay(stream, offset, time.monotonic())
+            self._reached(stream.hold, stream)
 
     def tick(self) -> None:
         """Probes the clients of held streams; lets streams flow again, or gives them up."""
@@ -171,14 +173,17 @@ class HeldStreams:
         self._is_link_suspect = is_suspect
         return is_suspect
 
-    def _hold(self, stream: WorkerStream, offset: int) -> Hold:
-        """Publishes nothing more for a stream whose client lacks everything from `offset` on."""
+    def _hold(self, stream: WorkerStream) -> None:
+        """Publishes nothing more for a stream, for now."""
         if stream.hold is None:
             is_blind = not stream.is_streamed
-            stream.hold = self._holds.hold(stream.key, offset, stream.num_tokens, lease_time(), is_blind=is_blind)
-            self._outbox.withhold(stream, stream.hold)
+            stream.hold = self._holds.hold(stream.key, stream.num_tokens, lease_time(), is_blind=is_blind)
             self._telemetry.held(stream)
-        return stream.hold
+
+    def _reached(self, hold: Hold, stream: WorkerStream) -> None:
+        """Notes that somebody asks for what the client of a held stream lacks: it can be reached."""
+        hold.reached_at = hold.reached_at or lease_time()
+        self._settle(stream, lease_time())
 
     def _settle(self, stream: WorkerStream, now: float) -> bool:
         """Lets a held stream flow again if its client can be reached and its guardian has confirmed it since; returns
@@ -192,12 +197,9 @@ class HeldStreams:
         if not self._outbox.flush():
             return False
         hold = self._holds.release(stream.key, stream.num_tokens, now)
-        self._telemetry.released(stream, now - hold.since, stream.num_tokens - hold.offset)
-        if stream.is_open:
-            self._outbox.release(stream, hold)
-        else:
-            stream.hold = None
-            self._outbox.replay(stream, hold.offset, time.monotonic(), hold.prompt_offset)
+        stream.hold = None
+        self._telemetry.released(stream, now - hold.since, stream.num_tokens - stream.published)
+        self._outbox.publish_again(stream, time.monotonic())
         return True
 
     def _give_up(self, stream: WorkerStream, now: float) -> None:
@@ -207,16 +209,18 @@ class HeldStreams:
         held_s = now - stream.hold.since
         if stream.hold.is_blind and stream.terminal is None:
             stream.guardian = None  # its client has missed nothing yet: it is offered to other routers
-            self._outbox.release(stream, self._holds.release(stream.key, stream.num_tokens, now))
+            stream.hold = None
+            self._holds.release(stream.key, stream.num_tokens, now)
             return
         self.forget(stream)
         stream.is_given_up = True
         if not stream.is_open:
             return
         self._telemetry.client_gone(stream, held_s)
+        stream.skip()
         if not self._reach.confirms(stream.guardian, now):
             self._owner.abandon(stream, "unconfirmed")
         elif stream.terminal is not None:
-            self._outbox.publish_last(stream)
+            self._outbox.publish_again(stream, time.monotonic())
         else:
             self._owner.cancel(stream.key)

@@ -14,7 +14,8 @@ from others. There are two causes:
        └── a probe has found a subscriber, and ─────────┘
            the guardian has answered afterwards
 
-When a stream flows again, what the client lacks is published from the first chunk on that found no subscriber."""
+When a stream flows again, what the client lacks is published: its cursor was moved back to the first chunk that found
+no subscriber."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -42,19 +43,12 @@ class Patience(NamedTuple):
 class Hold:
     """One stream that is held. Times are seconds of `protocol.bus.bus.lease_time`."""
 
-    __slots__ = (
-        *("away_since", "begun_tokens", "is_blind", "offset", "probe_due_at", "probed_at", "prompt_offset"),
-        *("reached_at", "since"),
-    )
+    __slots__ = (*("away_since", "begun_tokens", "is_blind", "probe_due_at", "probed_at", "reached_at", "since"),)
 
-    def __init__(self, since: float, offset: int, num_tokens: int, *, is_blind: bool) -> None:
+    def __init__(self, since: float, num_tokens: int, *, is_blind: bool) -> None:
         self.since = self.away_since = since
         self.is_blind = is_blind
         """Whether its client gets one message: there is nothing to probe with, and that is published again instead."""
-        self.offset = offset
-        """The first token that its client lacks."""
-        self.prompt_offset: int | None = None
-        """The first position of the prompt whose log probability it lacks; None if it lacks none."""
         self.begun_tokens = num_tokens
         self.probe_due_at = since + PROBE_INTERVAL_S if is_blind else since
         self.probed_at: float | None = None
@@ -63,19 +57,13 @@ class Hold:
         """When the first of those probes was sent that have found a subscriber since the last that did not."""
 
     def __repr__(self) -> str:
-        return f"<Hold from {self.offset} since {self.since:.1f}, {'reached' if self.reached_at else 'away'}>"
+        return f"<Hold since {self.since:.1f}, {'reached' if self.reached_at else 'away'}>"
 
     def doubt(self, now: float) -> None:
         """Notes that the guardian is in doubt: it has to confirm the stream in answer to a later check. What probes
         have found out about the client stays true, as of now."""
         self.probed_at = None if self.probed_at is None else now
         self.reached_at = None if self.reached_at is None else now
-
-    def lack(self, offset: int, prompt_offset: int | None) -> None:
-        """Notes that the client lacks this too."""
-        self.offset = min(self.offset, offset)
-        if prompt_offset is not None:
-            self.prompt_offset = prompt_offset if self.prompt_offset is None else min(self.prompt_offset, prompt_offset)
 
 
 class _Spent(NamedTuple):
@@ -108,11 +96,11 @@ class Holds:
         """Yields the keys of the streams that are held when it is called."""
         return iter(list(self._holds))
 
-    def hold(self, key: str, offset: int, num_tokens: int, now: float, *, is_blind: bool = False) -> Hold:
-        """Holds a stream that has `num_tokens`, and whose client lacks everything from `offset` on."""
+    def hold(self, key: str, num_tokens: int, now: float, *, is_blind: bool = False) -> Hold:
+        """Holds a stream that has `num_tokens`."""
         if (known := self._holds.get(key)) is not None:
             return known
-        new = self._holds[key] = Hold(now, offset, num_tokens, is_blind=is_blind)
+        new = self._holds[key] = Hold(now, num_tokens, is_blind=is_blind)
         return new
 
     def due_probes(self, now: float) -> list[str]:

@@ -78,6 +78,10 @@ _CALL_BYTES = 200
 """A delta of a tool call in JSON, without its id, its name and its arguments."""
 
 
+_CHUNK_BYTES = 1_024
+"""All else of a chunk with text, most of it the id."""
+
+
 class Segment(NamedTuple):
     """Consecutive tokens of a completion, with what came with them."""
 
@@ -158,8 +162,8 @@ class ReplayBuffer:
         self._token_ids = array("I")
         self._num_alternatives = num_alternatives
         self._logprobs = bytearray()
-        """Packed, of all tokens from `_first` on."""
-        self._first = 0
+        """Packed, of all tokens from `first` on."""
+        self.first = 0
         """The first token that can be published again."""
 
     def __repr__(self) -> str:
@@ -208,7 +212,7 @@ class ReplayBuffer:
             self._token_ids.append(token_id)
             self._text.append(1, texts[place])
         if self._num_alternatives is not None:
-            self._first = len(token_ids) - len(logprobs)
+            self.first = len(token_ids) - len(logprobs)
             self._logprobs += self.pack(logprobs)
 
     def text_offset(self, offset: int) -> int:
@@ -222,9 +226,8 @@ class ReplayBuffer:
         logprobs: Sequence[engine_output.Logprob] = (),
         reasoning: str = "",
         tool_calls: Sequence[engine_output.ToolCallPart] = (),
-    ) -> bytes:
-        """Adds what was sampled and published next; what comes without a token belongs to the last token. Returns the
-        log probabilities in packed form, if they are kept."""
+    ) -> None:
+        """Adds what was sampled; what comes without a token belongs to the last token."""
         packed = self.pack(logprobs)
         assert self._num_alternatives is None or len(logprobs) == len(token_ids), (logprobs, token_ids)
         self._logprobs += packed
@@ -232,17 +235,13 @@ class ReplayBuffer:
             self._append_parts(len(token_ids), reasoning, tool_calls)
         self._token_ids.extend(token_ids)
         self._text.append(len(token_ids), text)
-        return packed
 
-    def append_text(self, token_ids: Sequence[int], text: str) -> tuple[int, int]:
-        """Adds at least one token, with nothing but text, where no log probabilities are kept. Returns the offset of
-        the first one, and that of the text."""
-        offset, text_offset = len(self._token_ids), len(self._text.data)
+    def append_text(self, token_ids: Sequence[int], text: str) -> None:
+        """Adds at least one token, with nothing but text, where no log probabilities are kept."""
         if self._reasoning is not None or self._arguments is not None:
             self._append_parts(len(token_ids), "", ())
         self._token_ids.extend(token_ids)
         self._text.append(len(token_ids), text)
-        return offset, text_offset
 
     def pack(self, logprobs: Sequence[engine_output.Logprob]) -> bytes:
         """Returns log probabilities in packed form, if they are kept."""
@@ -252,9 +251,17 @@ class ReplayBuffer:
         """Returns parts of tool calls, which are about to be appended, as they are published."""
         return [_to_delta(part, self._arguments_bytes(part.call)) for part in parts]
 
+    def short_text(self, start: int, max_bytes: int) -> str | None:
+        """Returns the text of the tokens from `start` on, if there are any, and nothing came with them but text that is
+        sure to fit in `max_bytes` of JSON."""
+        if self._reasoning is not None or self._arguments is not None or start == len(self._token_ids):
+            return None
+        data, at = self._text.data, self._text.offset(start)
+        return data[at:].decode() if _JSON_GROWTH * (len(data) - at) + _CHUNK_BYTES <= max_bytes else None
+
     def all(self) -> Segment:
         """Returns the whole completion as one segment."""
-        assert not self._first, "its first tokens can't be published again"
+        assert not self.first, "its first tokens can't be published again"
         whole = self.segment(0, self.num_tokens)
         return whole if self.num_tokens else whole._replace(text=self._text.data.decode())
 
@@ -262,7 +269,7 @@ class ReplayBuffer:
         """Yields the tokens from `offset` up to `end`, in segments of at most `max_bytes` of JSON or of one token.
 
         Starts later if the first ones can't be published again."""
-        start, end = max(offset, self._first), self.num_tokens if end is None else min(end, self.num_tokens)
+        start, end = max(offset, self.first), self.num_tokens if end is None else min(end, self.num_tokens)
         while start < end:
             stop = self._last_that_fits(start, end, max_bytes)
             yield self.segment(start, stop)
@@ -279,6 +286,10 @@ class ReplayBuffer:
             )
         return plain if self._arguments is None else plain._replace(tool_calls=tuple(self._deltas(start, stop)))
 
+    def token_ids(self, start: int, stop: int) -> Sequence[int]:
+        """Returns the token ids from `start` up to `stop`."""
+        return self._token_ids[start:stop]
+
     def packed_token_ids(self, start: int, stop: int) -> bytes:
         """Returns the token ids from `start` up to `stop` in wire format."""
         return block_hash.pack_token_ids(self._token_ids[start:stop])
@@ -287,7 +298,7 @@ class ReplayBuffer:
         """Returns the log probabilities of the tokens from `start` up to `stop` in packed form, if they are kept."""
         if self._num_alternatives is None:
             return b""
-        first, end = max(0, start - self._first), max(0, stop - self._first)
+        first, end = max(0, start - self.first), max(0, stop - self.first)
         token_bytes = logprob_bytes(self._num_alternatives)
         return bytes(self._logprobs[first * token_bytes : end * token_bytes])
 

@@ -1,12 +1,16 @@
-"""The stream of one accepted request: turns an engine's outputs into numbered chunks and one terminal.
+"""The stream of one accepted request: keeps what an engine puts out, and makes numbered chunks and one terminal of it.
 
 The engine's side of the same request is a `Generation` (worker/engine_client). The engine contract lies between the
 two: the generation turns tokens into outputs, whichever engine computes them, and the stream turns outputs into what
-the client sees."""
+the client sees.
+
+Three cursors say how far its tokens have come: all of them are sampled, those before `announced` are in the event log,
+and those before `published` are with the client. Whatever makes a client lack something, such as a hold or a lost
+message, moves `published` back, and nothing else: what is published again is made like what is published first."""
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -15,6 +19,7 @@ from tokenbus.protocol.telemetry import long_waits, tracing
 from tokenbus.protocol.telemetry.long_waits import BackoffTimer
 from tokenbus.protocol.wire import codec, errors, internal, limits, messages, subjects
 from tokenbus.protocol.wire.params import GenerationParams
+from tokenbus.worker.broker.event_log import SampledTokens, last_of
 from tokenbus.worker.contract import engine_output
 from tokenbus.worker.kv_exchange.fetcher import Fetch
 from tokenbus.worker.streams import prompt_scores, told_answer
@@ -57,6 +62,8 @@ class LongPrompt:
         return (computed_tokens - self._began_tokens) / max(1e-3, self.seconds(now))
 
 
+_ANNOUNCED_AT_ONCE = 256
+"""The most tokens that are added to an entry of the event log, which is then seen to be full or not."""
 _NO_TIMINGS = messages.Timings(queue_ms=0.0, prefill_ms=0.0, ttft_ms=0.0, decode_ms=0.0, total_ms=0.0)
 _COMPLETE = (messages.FinishReason.STOP, messages.FinishReason.TOOL_CALLS)
 _ANSWER_SIZE = "the whole answer does not fit one message: stream it"
@@ -68,13 +75,13 @@ class WorkerStream:
 
     # with more than 30 attributes each instance would have a dictionary of its own, and 64 streams take 4 % more time
     __slots__ = (
-        "_id", "_model", "_prompt_digest", "_prompt_scores", "_replay_buffer", "_token_bytes", "_wants_plain",
-        "_worker_id", "accepted_at", "began_at", "cancel_error", "counts_prompt", "created", "deadline", "fetch",
-        "first_token", "first_token_sent", "gaps", "guardian", "has_told_answer", "hash_scheme", "hold", "is_given_up",
-        "is_open", "is_stranded", "is_streamed", "key", "last_chunk_at", "last_logprobs", "last_words", "long_prompt",
-        "marks", "max_reasoning_tokens", "max_tokens", "named_guardian", "num_copies", "num_prompt_tokens",
-        "num_resumed", "offered_at", "replayed_at", "run", "sampling", "slow", "span", "stopped_by", "stranded_at",
-        "stream_no", "terminal",
+        "_head", "_id", "_model", "_prompt_digest", "_prompt_published", "_prompt_scores", "_replay_buffer",
+        "_terminal_tokens", "_token_bytes", "_wants_plain", "_worker_id", "accepted_at", "announced", "began_at",
+        "cancel_error", "counts_prompt", "created", "deadline", "fetch", "first_token", "gaps", "guardian",
+        "has_told_answer", "hash_scheme", "hold", "is_given_up", "is_open", "is_stranded", "is_streamed", "key",
+        "last_chunk_at", "last_words", "long_prompt", "marks", "max_reasoning_tokens", "max_tokens", "named_guardian",
+        "num_copies", "num_prompt_tokens", "num_resumed", "offered_at", "published", "replayed_at", "run", "sampling",
+        "slow", "span", "stopped_by", "stranded_at", "stream_no", "terminal",
     )  # fmt: skip
 
     def __init__(
@@ -131,8 +138,16 @@ class WorkerStream:
         self._wants_plain = self.is_streamed and asked is None and not run.params.return_token_ids
         self._wants_plain &= self._prompt_scores is None
         """Whether chunks between head and terminal carry text and nothing that the client has asked for."""
-        self.last_logprobs = b""
-        """The log probabilities of the last output in packed form, if any were asked for."""
+        self.announced = 0
+        """The first token that is not in the event log."""
+        self.published = 0
+        """The first token that the client lacks."""
+        self._prompt_published = 0
+        """The first position of the prompt whose log probability the client lacks."""
+        self._head: messages.Progress | UnsetType | None = None
+        """The progress with which an empty chunk is due; None if none is."""
+        self._terminal_tokens: tuple[list[int], bytes] | None = None
+        """The tokens in the terminal, and their packed log probabilities, until they are in the event log."""
         self.num_resumed = 0
         """The number of tokens sampled before this run."""
         self.created = int(time.time())
@@ -160,8 +175,6 @@ class WorkerStream:
         """The number of tokens after which its reasoning is closed, if limited."""
         self.first_token: internal.FirstToken | None = None
         """The statistics of its first token, if that token was sampled here."""
-        self.first_token_sent = False
-        """Whether any chunk holds a token that was sampled here."""
         self.fetch: Fetch | None = None
         """The fetch of blocks for its prompt, once that has ended."""
         self.gaps: list[int] = []
@@ -178,12 +191,10 @@ class WorkerStream:
     def __repr__(self) -> str:
         return f"<WorkerStream {self.key} attempt {self.run.attempt}: {self._replay_buffer.num_tokens} tokens>"
 
-    def probe(self, offset: int) -> tuple[messages.Chunk, str] | None:
-        """Returns an empty chunk at an offset, and the reply subject by which its notice can be told from others; None
-        if the client is to get only a terminal."""
-        if not self.is_streamed:
-            return None
-        return self._empty(offset, self._replay_buffer.text_offset(offset)), self.marks.probe_subject
+    def probe(self) -> tuple[messages.Chunk, str] | None:
+        """Returns an empty chunk, and the reply subject by which its notice can be told from others; None if the client
+        is to get only a terminal."""
+        return (self._empty(self.published), self.marks.probe_subject) if self.is_streamed else None
 
     def is_replaced_by(self, run: internal.Run) -> bool:
         """Whether a run is a later attempt, whose router has given this one up without reaching the worker."""
@@ -194,6 +205,11 @@ class WorkerStream:
     def num_tokens(self) -> int:
         """The number of its sampled tokens, including those before this run."""
         return self._replay_buffer.num_tokens
+
+    @property
+    def first_token_sent(self) -> bool:
+        """Whether any chunk holds, or will, a token that was sampled here."""
+        return self.is_streamed and self._replay_buffer.num_tokens > self.num_resumed
 
     @property
     def num_tool_calls(self) -> int:
@@ -241,16 +257,6 @@ class WorkerStream:
     def _counted(self, usage: messages.Usage) -> messages.Usage:
         return usage if self.counts_prompt else without_prompt(usage)
 
-    def head(self, progress: messages.Progress | UnsetType = UNSET) -> messages.Chunk | None:
-        """Returns an empty chunk at the current offset, or None if the client is to get only a terminal."""
-        if not self.is_streamed or self.terminal is not None:
-            return None
-        empty = self._empty(self._replay_buffer.num_tokens, self._replay_buffer.text_bytes)
-        told = codec.unset_if_none(self.run.rate_limits)
-        return codec.replace(
-            empty, hash_scheme=self.hash_scheme, progress=progress, sampling=self.sampling, rate_limits=told
-        )
-
     @property
     def prompt_offset(self) -> int | UnsetType:
         """The position of the prompt's next token whose log probability is to be published.
@@ -261,62 +267,126 @@ class WorkerStream:
             return UNSET
         return self.num_prompt_tokens if self.num_resumed else self._prompt_scores.end
 
-    def prompt_chunks(self, output: engine_output.Output, max_bytes: int) -> Iterator[messages.Chunk]:
-        """Takes log probabilities of the prompt, and yields the chunks of at most `max_bytes` that carry them, if the
-        client is to get them now."""
-        assert self._prompt_scores is not None, output
-        start = self._prompt_scores.end
-        self._prompt_scores.append(output.prompt_logprobs)
-        if self.is_streamed and not self.num_resumed:
-            yield from self._chunks_of_prompt(start, max_bytes, 0)
-
-    def _chunks_of_prompt(self, start: int, max_bytes: int, offset: int) -> Iterator[messages.Chunk]:
-        """Yields the log probabilities of the prompt from position `start` on, for a client at token `offset`."""
-        assert self._prompt_scores is not None
-        offset = min(offset, self._replay_buffer.num_tokens)
-        empty = self._empty(offset, self._replay_buffer.text_offset(offset))
-        for part in self._prompt_scores.parts(start, min(max_bytes, prompt_scores.MAX_CHUNK_BYTES)):
-            yield codec.replace(empty, prompt_offset=part.offset, prompt_logprobs=part.logprobs)
-
     def resume(self, output: engine_output.Output) -> None:
         """Takes the tokens that the client already has from another worker, so that they can be replayed."""
         assert output.resumed_texts is not None, output
         self._replay_buffer.append_resumed(
             output.token_ids, output.resumed_texts, output.logprobs, output.resumed_parts
         )
-        self.num_resumed = self._replay_buffer.num_tokens
+        self.num_resumed = self.announced = self.published = self._replay_buffer.num_tokens
+        self._prompt_published = self.num_prompt_tokens
 
-    def chunk(self, output: engine_output.Output) -> messages.Chunk | None:
-        """Returns the chunk that carries an engine's output, or None if the terminal will."""
+    def show(self, progress: messages.Progress | UnsetType = UNSET) -> None:
+        """Makes an empty chunk due, which opens the stream or shows that it is alive."""
+        self._head = progress or self._head or UNSET
+
+    def take(self, output: engine_output.Output) -> None:
+        """Takes an engine's output. If that fails, nothing of it is kept."""
+        buffer = self._replay_buffer
         if output.is_plain and self._wants_plain:
-            self.first_token_sent = True
-            offset, text_offset = self._replay_buffer.append_text(output.token_ids, output.text)
-            return messages.Chunk(
-                id=self._id,
-                attempt=self.run.attempt,
-                offset=offset,
-                tokens=len(output.token_ids),
-                text_offset=text_offset,
-                text=output.text,
-            )
+            buffer.append_text(output.token_ids, output.text)
+            return
+        if output.prompt_logprobs:
+            assert self._prompt_scores is not None, output
+            self._prompt_scores.append(output.prompt_logprobs)
+            return
         if output.progress is not None:
-            return self.head(output.progress)
+            self.show(output.progress)
+            return
         if output.first_token is not None:
             account = msgspec.structs.asdict(output.first_token)
             self.first_token = internal.FirstToken(stream_no=self.stream_no, max_tokens=self.max_tokens, **account)
         if output.finish_reason is not None:
             self.terminal = self._terminal(output)
-            return self.terminal
+            return
         # a client could not ask again for lost text that comes without a token
         assert output.token_ids or not (output.text or output.reasoning or output.tool_calls), output
-        chunk = None
-        if self.is_streamed:
-            chunk = self._output_chunk(output)
-            if output.token_ids:
-                self.first_token_sent = True
-        # done last: if a chunk can't be made, its tokens must not be replayed either
-        self._append(output)
-        return chunk
+        buffer.append(output.token_ids, output.text, output.logprobs, output.reasoning, output.tool_calls)
+
+    def unpublished(self, max_bytes: int) -> Iterator[messages.Chunk]:
+        """Yields what its client lacks in chunks of at most `max_bytes`, or of one token, and the terminal if there is
+        one; if there is nothing else, the empty chunk that is due."""
+        buffer, start = self._replay_buffer, self.published
+        is_plain = self._wants_plain and self.terminal is None and self._head is None
+        if is_plain and (text := buffer.short_text(start, max_bytes)) is not None:  # nearly always
+            yield messages.Chunk(
+                id=self._id,
+                attempt=self.run.attempt,
+                offset=start,
+                tokens=buffer.num_tokens - start,
+                text_offset=buffer.text_offset(start),
+                text=text,
+            )
+            return
+        if not self.is_streamed:
+            if self.terminal is not None:
+                yield self.terminal
+            return
+        chunks = 0
+        if self._head:
+            yield self._opening()
+            chunks += 1
+        if self._prompt_scores is not None:
+            empty = self._empty(start)
+            most = min(max_bytes, prompt_scores.MAX_CHUNK_BYTES)
+            for part in self._prompt_scores.parts(self._prompt_published, most):
+                yield codec.replace(empty, prompt_offset=part.offset, prompt_logprobs=part.logprobs)
+                chunks += 1
+        # the terminal's own tokens are in the terminal
+        for segment in buffer.segments(start, max_bytes, None if self.terminal is None else self.terminal.offset):
+            yield self._chunk(*segment)
+            chunks += 1
+        if self.terminal is not None:
+            yield self.terminal
+        elif self._head is UNSET and not chunks:
+            yield self._opening()
+
+    def _opening(self) -> messages.Chunk:
+        """Returns the empty chunk that is due."""
+        return codec.replace(
+            self._empty(self.published),
+            hash_scheme=self.hash_scheme,
+            progress=self._head or UNSET,
+            sampling=self.sampling,
+            rate_limits=codec.unset_if_none(self.run.rate_limits),
+        )
+
+    def was_published(self, chunks: Iterable[messages.Chunk]) -> None:
+        """Notes that what its client lacked was published, in these chunks."""
+        self.skip()
+        self._head = None
+        for chunk in chunks:
+            self.marks.sent(chunk)
+
+    def lacks(self, offset: int, prompt_offset: int | None) -> None:
+        """Notes that its client lacks the tokens from `offset` on, and the log probabilities of its prompt from
+        `prompt_offset` on, unless that is None. Notices about what is published again will be ignored."""
+        self.published = max(min(self.published, offset), self._replay_buffer.first)
+        if prompt_offset is not None:
+            self._prompt_published = min(self._prompt_published, prompt_offset)
+        self.marks.forget(offset, prompt_offset)
+
+    def skip(self) -> None:
+        """Lets its client do without what it lacks."""
+        self.published = self._replay_buffer.num_tokens
+        if self._prompt_scores is not None:
+            self._prompt_published = max(self._prompt_published, self._prompt_scores.end)
+
+    def announce(self, sampled: list[SampledTokens]) -> None:
+        """Adds the tokens that are not in the event log to the last of `sampled`, or to more of them."""
+        buffer, start, end = self._replay_buffer, self.announced, self._replay_buffer.num_tokens
+        first = self.first_token if start == self.num_resumed else None
+        while start < end:
+            stop = min(end, start + _ANNOUNCED_AT_ONCE)
+            tokens, logprobs = buffer.token_ids(start, stop), buffer.packed_logprobs(start, stop)
+            last_of(sampled).add(self.stream_no, tokens, logprobs, first)
+            start, first = stop, None
+        if self._terminal_tokens is not None:
+            last_of(sampled).add(self.stream_no, *self._terminal_tokens, first)
+
+    def was_announced(self) -> None:
+        """Notes that its tokens are in the event log."""
+        self.announced, self._terminal_tokens = self._replay_buffer.num_tokens, None
 
     def state(self, known_tokens: int | None) -> internal.StreamState:
         """Returns the stream so far, with the tokens after the first `known_tokens`; with none if that is None. All its
@@ -413,18 +483,21 @@ class WorkerStream:
 
     def fail(self) -> messages.Chunk:
         """Ends the stream with an error, because of a bug; returns the terminal, which has no text."""
-        buffer = self._replay_buffer
+        self.announced, self._terminal_tokens = self.num_tokens, None  # routers need no more of it
         if self.is_streamed:
-            last = self._empty(buffer.num_tokens, buffer.text_bytes)
+            last = self._empty(self.published)
         else:
-            last = codec.replace(self._empty(0, 0), tokens=buffer.num_tokens)
+            last = codec.replace(self._empty(0), tokens=self.num_tokens)
         self.terminal = self._error_terminal(last, errors.make_error(errors.Code.INTERNAL))
         return self.terminal
 
-    def too_large_terminal(self, chunk: messages.Chunk) -> messages.Chunk:
-        """Returns the terminal to publish in place of a chunk that is larger than the broker allows."""
+    def too_large(self, chunk: messages.Chunk) -> messages.Chunk:
+        """Returns the terminal to publish in place of a chunk that is larger than the broker allows. It ends the
+        stream, unless that has ended: then an earlier broker has accepted the chunk."""
         problem = _ANSWER_SIZE if chunk.finish_reason else _STEP_SIZE
-        return self._error_terminal(chunk, errors.make_error(errors.Code.PAYLOAD_TOO_LARGE, problem))
+        terminal = self._error_terminal(chunk, errors.make_error(errors.Code.PAYLOAD_TOO_LARGE, problem))
+        self.terminal = terminal if self.is_open else self.terminal
+        return terminal
 
     def _error_terminal(self, chunk: messages.Chunk, error: errors.Error) -> messages.Chunk:
         """Returns an error terminal that takes the place of a chunk."""
@@ -433,7 +506,7 @@ class WorkerStream:
             prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion, cached_tokens=0
         )
         return codec.replace(
-            self._empty(chunk.offset, chunk.text_offset),
+            self._empty(chunk.offset),
             tokens=chunk.tokens,
             finish_reason=messages.FinishReason.ERROR,
             usage=chunk.usage or self._counted(usage),
@@ -441,33 +514,13 @@ class WorkerStream:
             error=error,
         )
 
-    def replay(self, offset: int, max_bytes: int, prompt_offset: int | None = None) -> Iterator[messages.Chunk]:
-        """Yields the log probabilities of the prompt from `prompt_offset` on, unless that is None, the chunks from
-        token `offset` on, each of at most `max_bytes`, and the terminal if there is one; if there is nothing, an empty
-        chunk, to show that the stream is alive. Notices about what is published again count no more."""
-        self.marks.forget(offset, prompt_offset)
-        chunks = 0
-        if self.is_streamed and self._prompt_scores is not None and prompt_offset is not None:
-            for chunk in self._chunks_of_prompt(prompt_offset, max_bytes, offset):
-                yield chunk
-                chunks += 1
-        if self.is_streamed:
-            # the terminal's own tokens are in the terminal
-            end = None if self.terminal is None else self.terminal.offset
-            for segment in self._replay_buffer.segments(offset, max_bytes, end):
-                yield self._chunk(*segment)
-                chunks += 1
-        last = self.terminal or (None if chunks else self.head())
-        if last is not None:
-            yield last
-
-    def _empty(self, offset: int, text_offset: int) -> messages.Chunk:
+    def _empty(self, offset: int) -> messages.Chunk:
         """Returns a chunk without tokens that names the worker."""
         return messages.Chunk(
             id=self._id,
             attempt=self.run.attempt,
             offset=offset,
-            text_offset=text_offset,
+            text_offset=self._replay_buffer.text_offset(offset),
             worker_id=self._worker_id,
             model=self._model,
             created=self.created,
@@ -475,7 +528,8 @@ class WorkerStream:
         )
 
     def _output_chunk(self, output: engine_output.Output) -> messages.Chunk:
-        """Returns a chunk with an output that is about to be added to the replay buffer."""
+        """Returns a chunk with the last output, which is not added to the replay buffer: it may have text without a
+        token."""
         buffer, tool_calls = self._replay_buffer, output.tool_calls
         return self._chunk(
             buffer.num_tokens,
@@ -487,11 +541,6 @@ class WorkerStream:
             buffer.reasoning_bytes if output.reasoning else 0,
             output.reasoning,
             buffer.to_deltas(tool_calls) if tool_calls else (),
-        )
-
-    def _append(self, output: engine_output.Output) -> None:
-        self.last_logprobs = self._replay_buffer.append(
-            output.token_ids, output.text, output.logprobs, output.reasoning, output.tool_calls
         )
 
     def _chunk(
@@ -527,10 +576,13 @@ class WorkerStream:
         self.gaps = output.gaps
         if self.is_streamed:
             last = self._output_chunk(output)
-            self.last_logprobs = self._replay_buffer.pack(output.logprobs)
+            if output.token_ids:
+                self._terminal_tokens = output.token_ids, self._replay_buffer.pack(output.logprobs)
         else:
             # nothing was streamed: the terminal carries the whole completion
-            self._append(output)
+            self._replay_buffer.append(
+                output.token_ids, output.text, output.logprobs, output.reasoning, output.tool_calls
+            )
             last = self._chunk(*self._replay_buffer.all())
             if self._prompt_scores is not None:
                 for part in self._prompt_scores.parts(0):

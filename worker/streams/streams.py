@@ -242,7 +242,8 @@ class Streams:
             if not stream.replayed_at:
                 self._telemetry.replayed(stream, offset)
             stream.replayed_at = now
-            self._outbox.replay(stream, offset, now, prompt_offset)
+            stream.lacks(offset, prompt_offset)
+            self._outbox.publish_again(stream, now)
         return True
 
     def abandon_all(self) -> None:

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.support.published import chunk_of
 from tokenbus.protocol.wire import block_hash, codec, errors, internal, messages
 from tokenbus.protocol.wire.params import GenerationParams
 from tokenbus.worker.contract import engine_output
@@ -30,13 +31,13 @@ def begun(request_id: str, prompt: tuple[int, ...] = (1, 2, 3), **fields: object
     """Returns a stream that has a token."""
     one = stream(request_id, prompt, **({"copy_of": request_id} | fields))
     first = engine_output.FirstTokenStats(queue_ms=0.0, prefill_ms=1.0, cached_tokens=0)
-    one.chunk(engine_output.Output(token_ids=[1], text="a", first_token=first))
+    chunk_of(one, engine_output.Output(token_ids=[1], text="a", first_token=first))
     return one
 
 
 def ended(one: WorkerStream) -> messages.Chunk:
     last = engine_output.Output(token_ids=[1, 2], text="ab", finish_reason=messages.FinishReason.LENGTH, usage=USAGE)
-    chunk = one.chunk(last)
+    chunk = chunk_of(one, last)
     assert chunk is not None
     one.shed()
     return chunk

@@ -34,7 +34,7 @@ def reached_at(found: Holds) -> float | None:
 
 def test_a_client_that_stays_away_is_given_up_after_two_seconds() -> None:
     found = holds()
-    found.hold("a", 3, 3, 10.0)
+    found.hold("a", 3, 10.0)
     for at in (10.0, 10.25, 10.5, 11.9):
         probe(found, "a", at, reaches=False)
         assert not is_over(found, at)
@@ -43,14 +43,14 @@ def test_a_client_that_stays_away_is_given_up_after_two_seconds() -> None:
 
 def test_while_a_link_may_be_down_nobody_is_given_up_for_a_minute() -> None:
     found = holds()
-    found.hold("a", 3, 3, 10.0)
+    found.hold("a", 3, 10.0)
     assert not is_over(found, 69.9, suspect=True)
     assert is_over(found, 70.0, suspect=True)
 
 
 def test_once_a_link_is_back_a_client_has_its_two_seconds_to_return() -> None:
     found = holds()
-    found.hold("a", 3, 3, 10.0)
+    found.hold("a", 3, 10.0)
     assert not is_over(found, 40.0, suspect=True)
     assert not is_over(found, 41.9)
     assert is_over(found, 42.0)
@@ -58,7 +58,7 @@ def test_once_a_link_is_back_a_client_has_its_two_seconds_to_return() -> None:
 
 def test_a_probe_without_a_notice_reaches_its_client_only_once_everything_before_it_has_reached_the_broker() -> None:
     found = holds()
-    found.hold("a", 3, 3, 10.0)
+    found.hold("a", 3, 10.0)
     found.probed("a", 10.0)
     found.confirmed(9.9)
     assert reached_at(found) is None
@@ -68,7 +68,7 @@ def test_a_probe_without_a_notice_reaches_its_client_only_once_everything_before
 
 def test_a_client_that_is_reached_once_and_then_missed_is_away_again() -> None:
     found = holds()
-    found.hold("a", 3, 3, 10.0)
+    found.hold("a", 3, 10.0)
     probe(found, "a", 10.0, reaches=True)
     probe(found, "a", 10.25, reaches=True)
     assert reached_at(found) == 10.0, "since the first of them"
@@ -78,7 +78,7 @@ def test_a_client_that_is_reached_once_and_then_missed_is_away_again() -> None:
 
 def test_a_guardian_in_doubt_has_to_confirm_after_that_and_its_client_is_not_away() -> None:
     found = holds()
-    hold = found.hold("a", 3, 3, 10.0)
+    hold = found.hold("a", 3, 10.0)
     probe(found, "a", 10.0, reaches=True)
     hold.doubt(12.5)
     assert reached_at(found) == 12.5
@@ -97,7 +97,7 @@ def test_a_guardian_in_doubt_has_to_confirm_after_that_and_its_client_is_not_awa
 
 def test_probes_come_four_times_a_second_at_first_and_then_once_a_second() -> None:
     found, sent = holds(), []
-    found.hold("a", 3, 3, 0.0)
+    found.hold("a", 3, 0.0)
     for tick in range(24):
         at = tick * 0.25
         for key in found.due_probes(at):
@@ -109,27 +109,23 @@ def test_probes_come_four_times_a_second_at_first_and_then_once_a_second() -> No
 
 def test_a_link_that_is_back_is_tried_at_once() -> None:
     found = holds()
-    found.hold("a", 3, 3, 0.0)
+    found.hold("a", 3, 0.0)
     probe(found, "a", 5.0, reaches=False)
     assert found.due_probes(5.2) == []
     found.hurry(5.2)
     assert found.due_probes(5.2) == ["a"]
 
 
-def test_what_a_client_lacks_begins_with_the_first_chunk_that_it_missed() -> None:
+def test_a_stream_is_held_once() -> None:
     found = holds()
-    hold = found.hold("a", 7, 9, 0.0)
-    hold.lack(8, None)
-    hold.lack(5, 40)
-    hold.lack(6, 30)
-    assert (hold.offset, hold.prompt_offset) == (5, 30)
-    assert found.hold("a", 1, 9, 0.1) is hold, "it is held already"
+    hold = found.hold("a", 9, 0.0)
+    assert found.hold("a", 9, 0.1) is hold
 
 
 @pytest.mark.parametrize("suspect", [True, False])
 def test_a_stream_that_grows_too_much_while_it_is_held_is_given_up(suspect: bool) -> None:
     found = holds()
-    found.hold("a", 0, 100, 0.0)
+    found.hold("a", 100, 0.0)
     assert not is_over(found, 0.1, 100 + MAX_HELD_TOKENS - 1, suspect=suspect)
     assert is_over(found, 0.1, 100 + MAX_HELD_TOKENS, suspect=suspect)
 
@@ -137,7 +133,7 @@ def test_a_stream_that_grows_too_much_while_it_is_held_is_given_up(suspect: bool
 def test_an_inbox_that_answers_every_probe_and_misses_every_chunk_is_given_up_after_a_minute_of_holds() -> None:
     found, now, num_released = holds(), 0.0, 0
     while True:
-        found.hold("a", 0, 0, now)
+        found.hold("a", 0, now)
         probe(found, "a", now, reaches=True)
         now += 0.5
         if is_over(found, now, suspect=True):
@@ -151,29 +147,29 @@ def test_an_inbox_that_answers_every_probe_and_misses_every_chunk_is_given_up_af
 
 def test_a_stream_that_flows_for_a_minute_has_all_its_patience_back() -> None:
     found = holds()
-    found.hold("a", 0, 0, 0.0)
+    found.hold("a", 0, 0.0)
     found.release("a", 0, 50.0)
     found.expire(110.0)
-    found.hold("a", 0, 0, 110.0)
+    found.hold("a", 0, 110.0)
     assert not is_over(found, 169.9, suspect=True)
 
 
 def test_a_client_that_gets_one_message_is_sent_it_again_each_second_and_given_up_as_soon_as_others() -> None:
     found, now = holds(), 0.0
-    found.hold("a", 0, 0, now, is_blind=True)
+    found.hold("a", 0, now, is_blind=True)
     assert found.due_probes(0.9) == []
     assert reached_at(found) is None
     assert found.due_probes(1.0) == []
     assert reached_at(found) == 1.0, "publishing it shows whether the client is there"
     found.release("a", 0, 1.0)
-    found.hold("a", 0, 0, 1.01, is_blind=True)
+    found.hold("a", 0, 1.01, is_blind=True)
     assert not is_over(found, 1.9)
     assert is_over(found, 2.1)
 
 
 def test_after_the_frontends_own_reconnect_nothing_is_given_up_and_everything_probed_again() -> None:
     found = holds()
-    found.hold("a", 0, 0, 0.0)
+    found.hold("a", 0, 0.0)
     found.probed("a", 0.0)
     found.reconnected(1.0)
     found.confirmed(1.0)
@@ -199,7 +195,7 @@ def test_no_stream_is_held_for_longer_than_a_minute_in_any_history(events: list[
             assert held_s < LINK_S
         match event:
             case "h":
-                found.hold("a", 0, 0, now)
+                found.hold("a", 0, now)
             case "p" if "a" in found.due_probes(now):
                 found.probed("a", now)
             case "r":

@@ -40,9 +40,13 @@ class Sender:
         telemetry = StreamTelemetry(metrics, tracing.NoopTracer(), "demo", "w1")
         self.outbox = Outbox(self.bus, self.announcer, telemetry)  # type: ignore[arg-type]
         self.ended: list[WorkerStream] = []
-        self.outbox.on_ended = lambda stream, terminal_bytes: self.ended.append(stream)
+        self.outbox.on_ended = self._on_ended
         self.announcer.engine_started(Serving(thread_engine(lambda _: ArithmeticRunner()), make_config()))
         self.bus.take()
+
+    def _on_ended(self, stream: WorkerStream, terminal_bytes: int) -> None:
+        self.ended.append(stream)
+        stream.is_open = False
 
     def put(self, stream: WorkerStream, *outputs: engine_output.Output) -> None:
         for one in outputs:
@@ -54,7 +58,8 @@ class Sender:
         return [decoded(one) for one in self.bus.take()]
 
     def replay(self, stream: WorkerStream, offset: int = 0) -> list[messages.Chunk]:
-        self.outbox.replay(stream, offset, 2.0)
+        stream.lacks(offset, None)
+        self.outbox.publish_again(stream, 2.0)
         return chunks_in([decoded(one) for one in self.bus.take()])
 
 
@@ -95,7 +100,9 @@ def stream(name: str = "r1", number: int = 0, token_bytes: tuple[bytes, ...] = (
         token_ids=b"",
         params=GenerationParams(**params),  # type: ignore[arg-type]
     )
-    return WorkerStream(run, "demo", "w1", now=0.0, token_bytes=token_bytes, stream_no=number)
+    made = WorkerStream(run, "demo", "w1", now=0.0, token_bytes=token_bytes, stream_no=number)
+    made.is_open = True
+    return made
 
 
 def output(text: str, *token_ids: int, last: bool = False) -> engine_output.Output:
@@ -116,11 +123,10 @@ async def test_a_step_is_an_entry_with_its_tokens_then_its_chunks_then_a_seal() 
     sender.put(one, output("d", 14))
     events, *chunks, seal = sender.flush()
     assert isinstance(events, internal.Events)
-    assert tokens_in(events) == [(7, 11), (9, 12), (9, 13), (7, 14)]
+    assert tokens_in(events) == [(7, 11), (7, 14), (9, 12), (9, 13)]
     assert [(chunk.id, chunk.offset, chunk.tokens, chunk.text) for chunk in chunks_in(chunks)] == [
-        ("r1", 0, 1, "a"),
+        ("r1", 0, 2, "ad"),
         ("r2", 0, 2, "bc"),
-        ("r1", 1, 1, "d"),
     ]
     assert seal == internal.Seal(epoch=sender.announcer.epoch, seq=events.seq)
 
@@ -129,7 +135,7 @@ async def test_a_step_is_published_together() -> None:
     sender, one = Sender(), stream()
     sender.put(one, output("a"), output("b", last=True))
     sender.outbox.flush()
-    assert [len(batch) for batch in sender.bus.take_batches()] == [4]
+    assert [len(batch) for batch in sender.bus.take_batches()] == [4]  # two entries, a chunk and a terminal
 
 
 async def test_an_entry_announces_the_end_of_a_stream_after_its_terminal_and_seals_the_step() -> None:
@@ -208,9 +214,8 @@ async def test_more_tokens_than_fit_one_entry_are_in_several_before_their_chunks
     token_ids = list(range(limits.PART_BYTES // 16 + 1))
     sender.put(one, *(output("", token_id) for token_id in token_ids))
     published = sender.flush()
-    assert kinds(published) == ["Events", "Events", *["Chunk"] * len(token_ids), "Seal"]
+    assert kinds(published) == ["Events", "Events", "Chunk", "Seal"]
     first, second = entries_in(published)
-    assert [len(tokens_in(first)), len(tokens_in(second))] == [len(token_ids) - 1, 1]
     assert [token_id for _, token_id in tokens_in(first) + tokens_in(second)] == token_ids
     assert published[-1] == internal.Seal(epoch=second.epoch, seq=second.seq)
     assert second.seq == first.seq + 1
@@ -281,26 +286,26 @@ async def test_while_too_much_waits_nothing_is_published_and_later_all_of_it_is(
         assert sender.flush() == []
     sender.bus.is_busy = False
     published = sender.flush()
-    assert kinds(published) == ["Events", "Chunk", "Chunk", "Seal"]
+    assert kinds(published) == ["Events", "Chunk", "Seal"]
     (events,) = entries_in(published)
     assert (events.seq, tokens_in(events)) == (before.seq + 1, [(3, 6), (3, 7)])
-    chunks = [(chunk.offset, chunk.text_offset, chunk.text) for chunk in chunks_in(published)]
-    assert chunks == [(1, 1, "6"), (2, 2, "7")]
+    chunks = [(chunk.offset, chunk.text_offset, chunk.tokens, chunk.text) for chunk in chunks_in(published)]
+    assert chunks == [(1, 1, 2, "67")]
 
 
-async def test_a_head_waits_in_its_place() -> None:
+async def test_a_head_is_published_unless_there_is_more() -> None:
     sender, one = Sender(), stream()
     sender.bus.is_busy = True
     sender.outbox.put_head(one, 1.0)
-    sender.put(one, output("a"))
-    sender.outbox.put_head(one, 2.0)
     assert sender.flush() == []
     sender.bus.is_busy = False
-    assert [(chunk.offset, chunk.tokens, chunk.worker_id) for chunk in chunks_in(sender.flush())] == [
-        (0, 0, "w1"),
-        (0, 1, msgspec.UNSET),
-        (1, 0, "w1"),
-    ]
+    heads = [(chunk.offset, chunk.tokens, chunk.worker_id) for chunk in chunks_in(sender.flush())]
+    assert heads == [(0, 0, "w1")]
+    sender.outbox.put_head(one, 1.0)
+    sender.put(one, output("a"))
+    sender.outbox.put_head(one, 2.0)
+    assert [(chunk.offset, chunk.tokens) for chunk in chunks_in(sender.flush())] == [(0, 1)]
+    assert sender.flush() == []
 
 
 async def test_a_flush_says_whether_nothing_is_left() -> None:
@@ -406,14 +411,18 @@ async def test_the_tokens_of_others_are_announced_though_a_stream_that_filled_an
 # Replay and probe
 
 
-async def test_a_replay_follows_what_was_still_to_be_published() -> None:
+async def test_a_replay_has_what_was_still_to_be_published() -> None:
     sender, one = Sender(), stream()
     sender.put(one, output("a"))
-    sender.outbox.replay(one, 0, 2.0)
+    sender.flush()
+    sender.put(one, output("b"))
+    one.lacks(0, None)
+    sender.outbox.publish_again(one, 2.0)
     published = [decoded(outgoing) for outgoing in sender.bus.take()]
-    assert kinds(published) == ["Events", "Chunk", "Seal", "Chunk"]
-    assert [(chunk.offset, chunk.text) for chunk in chunks_in(published)] == [(0, "a"), (0, "a")]
-    assert [(again.offset, again.text) for again in sender.replay(one, 1)] == [(1, "")]
+    assert kinds(published) == ["Events", "Chunk", "Seal"]
+    assert [(chunk.offset, chunk.text) for chunk in chunks_in(published)] == [(0, "ab")]
+    assert [(again.offset, again.text) for again in sender.replay(one, 1)] == [(1, "b")]
+    assert [(again.offset, again.text) for again in sender.replay(one, 2)] == [(2, "")]
 
 
 async def test_nothing_is_replayed_while_chunks_wait() -> None:
@@ -427,30 +436,34 @@ async def test_nothing_is_replayed_while_chunks_wait() -> None:
 
 def gone_stream() -> WorkerStream:
     """Returns a stream whose chunks ask for notices."""
-    return WorkerStream(stream().run, "demo", "w1", now=0.0, gone_subject="gone")
+    made = WorkerStream(stream().run, "demo", "w1", now=0.0, gone_subject="gone")
+    made.is_open = True
+    return made
 
 
 async def test_the_notice_of_a_probe_can_be_told_from_those_of_the_chunks_before_it() -> None:
     sender, one = Sender(), gone_stream()
-    sender.put(one, output("a"))
-    sender.put(one, output("b"))
-    sender.outbox.flush()
-    _, first, second, _ = sender.bus.take()
-    one.hold = Hold(0.0, 1, 2, is_blind=False)
+    published = []
+    for text in ("a", "b"):
+        sender.put(one, output(text))
+        sender.outbox.flush()
+        published += sender.bus.take()
+    _, first, _, _, second, _ = published
+    one.hold = Hold(0.0, 2, is_blind=False)
+    one.lacks(1, None)
     assert sender.outbox.probe(one)
     (probe,) = sender.bus.take()
     head = decoded(probe)
     assert isinstance(head, messages.Chunk)
     assert (head.offset, head.tokens, probe.reply) == (1, 0, "gone" + subjects.PROBE_SUFFIX)
     marks = [subjects.Subjects().parse_gone(f"x.{one.reply}")[1] for one in (first, second)]
-    assert [one.marks.carried(mark) for mark in marks if mark is not None] == [(0, None), (1, None)]
+    assert [one.marks.carried(mark) for mark in marks if mark is not None] == [(0, None), None]
 
 
 async def test_a_held_stream_is_still_announced_and_its_chunks_leave_when_it_is_released() -> None:
     sender, one = Sender(), gone_stream()
     sender.put(one, output("a", 1))
-    one.hold = Hold(0.0, 1, 0, is_blind=False)
-    sender.outbox.withhold(one, one.hold)  # what waited is withheld too
+    one.hold = Hold(0.0, 0, is_blind=False)  # what waited is withheld too
     sender.put(one, output("b", 2))
     sender.outbox.put_head(one, 2.0)
     sender.put(one, output("c", 3, last=True))
@@ -458,8 +471,9 @@ async def test_a_held_stream_is_still_announced_and_its_chunks_leave_when_it_is_
     assert isinstance(events, internal.Events)
     assert isinstance(seal, internal.Seal)
     assert [token for _, token in tokens_in(events)] == [1, 2, 3]
-    assert (one.hold.offset, sender.ended) == (0, [])
-    sender.outbox.release(one, one.hold)
+    assert (one.published, sender.ended) == (0, [])
+    one.hold = None
+    sender.outbox.publish_again(one, 3.0)
     chunk, terminal, ended = [decoded(one) for one in sender.bus.take()]
     assert isinstance(chunk, messages.Chunk)
     assert isinstance(terminal, messages.Chunk)
@@ -496,9 +510,9 @@ async def test_a_terminal_that_just_fits_is_sent_and_one_byte_more_makes_it_an_e
 
 def _terminal_of(one: WorkerStream, text: str) -> messages.Chunk:
     one.created = 1_000_000_000
-    terminal = one.chunk(output(text, last=True))
-    assert terminal is not None
-    return terminal
+    one.take(output(text, last=True))
+    assert one.terminal is not None
+    return one.terminal
 
 
 @pytest.mark.parametrize("waits", [False, True])
@@ -546,7 +560,7 @@ async def test_what_follows_a_chunk_that_a_new_broker_does_not_take_is_left_out(
         (0, "a", None),
         (1, "", "error"),
     ]
-    assert [chunk.text for chunk in chunks if chunk.id == "r2"] == ["o"] * 3
+    assert [chunk.text for chunk in chunks if chunk.id == "r2"] == ["ooo"]
     assert sender.ended == [one]
 
 
@@ -573,16 +587,15 @@ async def test_an_error_terminal_has_its_error_in_headers_too() -> None:
     assert [one.headers for one in sender.bus.take()] == [None, codec.error_headers(error), None]
 
 
-async def test_a_stream_that_fails_ends_alone_and_nothing_of_the_output_at_which_it_failed_is_published() -> None:
+async def test_a_stream_whose_chunk_can_not_be_made_ends_alone_and_nothing_of_it_is_published() -> None:
     sender, broken, other = Sender(), stream("r1", 1, (b"a",), logprobs=0), stream("r2", 2)
-    sender.put(other, output("o", 8))
     sender.put(broken, msgspec.structs.replace(output("x", 0), logprobs=[engine_output.Logprob(0, -1.0)]))
-    with pytest.raises(IndexError):
-        sender.put(broken, msgspec.structs.replace(output("y", 77), logprobs=[engine_output.Logprob(77, -1.0)]))
-    sender.outbox.fail(broken)
+    sender.flush()
+    sender.put(other, output("o", 8))
+    sender.put(broken, msgspec.structs.replace(output("y", 77), logprobs=[engine_output.Logprob(77, -1.0)]))
     published = sender.flush()
-    assert kinds(published) == ["Events", "Chunk", "Chunk", "Chunk", "Events"]
-    assert tokens_in(entries_in(published)[0]) == [(2, 8), (1, 0)]
+    assert kinds(published) == ["Events", "Chunk", "Chunk", "Events"]
+    assert tokens_in(entries_in(published)[0]) == [(2, 8)]
     terminal = chunks_in(published)[-1]
     assert (terminal.id, terminal.offset, terminal.tokens, terminal.text) == ("r1", 1, 0, "")
     assert terminal.error

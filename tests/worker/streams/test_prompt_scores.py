@@ -4,6 +4,7 @@ import math
 
 import pytest
 
+from tests.support.published import chunk_of, opening, publish, replay
 from tests.worker.streams.test_stream import PIECES, USAGE
 from tokenbus.protocol.wire import block_hash, codec, internal, messages
 from tokenbus.protocol.wire.params import GenerationParams
@@ -46,7 +47,7 @@ def ids(chunks: list[messages.Chunk]) -> list[tuple[int | None, list[int]]]:
 
 
 def test_each_token_of_the_prompt_has_its_log_probability_its_rank_and_the_likeliest_ones() -> None:
-    (chunk,) = stream().prompt_chunks(scores(0, 3), 100_000)
+    (chunk,) = publish(stream(), scores(0, 3), 100_000)
     first, second, _ = chunk.prompt_logprobs or ()
     assert (first.id, first.text, first.bytes, first.logprob, first.rank, first.top) == (1, "a", [97], None, None, [])
     assert (second.id, second.text, second.logprob, second.rank) == (3, "b", -0.25, 1)
@@ -55,8 +56,8 @@ def test_each_token_of_the_prompt_has_its_log_probability_its_rank_and_the_likel
 
 
 def test_the_size_of_a_chunk_is_bounded_and_a_chunk_has_at_least_one_token() -> None:
-    assert [len(one[1]) for one in ids(list(stream().prompt_chunks(scores(0, 8), 1)))] == [1] * 8
-    chunks = list(stream().prompt_chunks(scores(0, 8), 1_000))
+    assert [len(one[1]) for one in ids(publish(stream(), scores(0, 8), 1))] == [1] * 8
+    chunks = publish(stream(), scores(0, 8), 1_000)
     assert all(len(codec.encode(one, codec.Encoding.JSON)) < 1_200 for one in chunks)
     assert [token for _, tokens in ids(chunks) for token in tokens] == PROMPT
     assert len(chunks) > 1
@@ -75,32 +76,32 @@ def test_the_size_of_an_entry_is_never_underestimated() -> None:
 
 def test_every_chunk_says_how_far_the_prompt_is_scored() -> None:
     one = stream()
-    head = one.head()
+    head = opening(one)
     assert head is not None
-    list(one.prompt_chunks(scores(0, 5), 100_000))
-    token = one.chunk(engine_output.Output(token_ids=[1], text="a"))
+    publish(one, scores(0, 5), 100_000)
+    token = chunk_of(one, engine_output.Output(token_ids=[1], text="a"))
     assert token is not None
     assert (head.prompt_offset, token.prompt_offset, token.prompt_logprobs or None) == (0, 5, None)
-    assert "prompt_offset" not in codec.encode(stream(prompt_logprobs=None).head(), codec.Encoding.JSON).decode()
+    assert "prompt_offset" not in codec.encode(opening(stream(prompt_logprobs=None)), codec.Encoding.JSON).decode()
 
 
 @pytest.mark.parametrize(("prompt_offset", "expected"), [(0, 0), (6, 6), (8, 8)])
 def test_lost_ones_are_published_again_from_any_token_on(prompt_offset: int, expected: int) -> None:
     one = stream()
-    list(one.prompt_chunks(scores(0, 8), 100_000))
-    one.chunk(engine_output.Output(token_ids=[1], text="a"))
-    again = list(one.replay(0, 100_000, prompt_offset))
+    publish(one, scores(0, 8), 100_000)
+    chunk_of(one, engine_output.Output(token_ids=[1], text="a"))
+    again = list(replay(one, 0, 100_000, prompt_offset))
     assert [token for _, tokens in ids(again) for token in tokens] == PROMPT[expected:]
     assert again[-1].tokens == 1
     assert all(chunk.offset == 0 for chunk in again)
-    assert [chunk.tokens for chunk in one.replay(0, 100_000)] == [1]
+    assert [chunk.tokens for chunk in replay(one, 0, 100_000)] == [1]
 
 
 def test_a_whole_answer_has_them_in_its_terminal() -> None:
     one = stream(stream=False, prompt_logprobs_from=2)
-    assert list(one.prompt_chunks(scores(2, 8), 100)) == []
-    last = one.chunk(
-        engine_output.Output(finish_reason=messages.FinishReason.LENGTH, token_ids=[1], text="a", usage=USAGE)
+    assert publish(one, scores(2, 8), 100) == []
+    last = chunk_of(
+        one, engine_output.Output(finish_reason=messages.FinishReason.LENGTH, token_ids=[1], text="a", usage=USAGE)
     )
     assert last is not None
     assert ids([last]) == [(2, PROMPT[2:])]
@@ -109,11 +110,11 @@ def test_a_whole_answer_has_them_in_its_terminal() -> None:
 def test_a_continued_stream_publishes_them_only_if_it_is_asked_to() -> None:
     one = stream(resume_from=internal.RunResume(token_ids=block_hash.pack_token_ids([1])))
     one.resume(engine_output.Output(token_ids=[1], text="a", resumed_texts=["a"]))
-    head = one.head()
+    head = opening(one)
     assert head is not None
     assert head.prompt_offset == len(PROMPT)
-    assert list(one.prompt_chunks(scores(0, 8), 100_000)) == []
-    assert [token for _, tokens in ids(list(one.replay(1, 100_000, 3))) for token in tokens] == PROMPT[3:]
+    assert publish(one, scores(0, 8), 100_000) == []
+    assert [token for _, tokens in ids(list(replay(one, 1, 100_000, 3))) for token in tokens] == PROMPT[3:]
 
 
 def test_what_is_packed_is_what_is_unpacked() -> None:

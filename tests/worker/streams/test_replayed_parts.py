@@ -5,6 +5,7 @@ from typing import NamedTuple
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.published import chunk_of, replay
 from tests.worker.streams.test_stream import stream as open_stream
 from tokenbus.client.wire.reassembler import ReadyChunks, Reassembler
 from tokenbus.protocol.wire import messages
@@ -57,7 +58,7 @@ def collected(chunks: list[messages.Chunk]) -> Answer:
 
 def stream_of(made: list[engine_output.Output]) -> tuple[WorkerStream, list[messages.Chunk]]:
     stream = open_stream()
-    chunks = [stream.chunk(output) for output in made]
+    chunks = [chunk_of(stream, output) for output in made]
     return stream, [chunk for chunk in chunks if chunk is not None]
 
 
@@ -68,7 +69,7 @@ def test_what_is_published_again_from_any_token_on_is_what_was_published_there(
     stream, chunks = stream_of(made)
     cut = data.draw(st.integers(0, len(chunks)))
     offset = sum(chunk.tokens for chunk in chunks[:cut])
-    again = [one for one in stream.replay(offset, data.draw(st.sampled_from([1, 1_500, 100_000]))) if one.tokens]
+    again = [one for one in replay(stream, offset, data.draw(st.sampled_from([1, 1_500, 100_000]))) if one.tokens]
     assert collected([*chunks[:cut], *again]) == collected(chunks)
 
 
@@ -79,7 +80,7 @@ def test_a_client_that_gets_parts_twice_takes_only_what_is_new(
     stream, chunks = stream_of(made)
     known = data.draw(st.integers(0, len(chunks)))
     num_tokens = sum(chunk.tokens for chunk in chunks[:known])
-    again = stream.replay(data.draw(st.integers(0, num_tokens)), data.draw(st.sampled_from([1, 1_500, 100_000])))
+    again = replay(stream, data.draw(st.integers(0, num_tokens)), data.draw(st.sampled_from([1, 1_500, 100_000])))
     reassembler = Reassembler()
     taken = [reassembler.add(chunk) for chunk in (*chunks[:known], *again)]
     assert collected([one.chunk for one in taken if isinstance(one, ReadyChunks)]) == collected(chunks)
@@ -95,8 +96,8 @@ def test_a_stream_that_continues_knows_the_parts_of_resumed_tokens(before: list[
     ids = [output.token_ids[0] for output in one]
     resumed.resume(engine_output.Output(token_ids=ids, text="".join(texts), resumed_texts=texts, resumed_parts=parts))
     for offset in range(len(ids)):
-        assert list(resumed.replay(offset, 700)) == list(whole.replay(offset, 700))
-    assert collected([one for one in resumed.replay(0, 100_000) if one.tokens]) == collected(chunks)
+        assert list(replay(resumed, offset, 700)) == list(replay(whole, offset, 700))
+    assert collected([one for one in replay(resumed, 0, 100_000) if one.tokens]) == collected(chunks)
 
 
 def _per_token(output: engine_output.Output) -> list[engine_output.Output]:

@@ -4,6 +4,7 @@ import msgspec
 import pytest
 from msgspec import UNSET
 
+from tests.support.published import chunk_of, opening, publish, replay
 from tokenbus.protocol.wire import block_hash, codec, errors, internal, messages
 from tokenbus.protocol.wire.params import GenerationParams
 from tokenbus.worker.contract import engine_output
@@ -60,13 +61,13 @@ def terminal(
 
 def made(stream: WorkerStream, output: engine_output.Output) -> messages.Chunk:
     """Returns the chunk of an output that has one."""
-    chunk = stream.chunk(output)
+    chunk = chunk_of(stream, output)
     assert chunk is not None
     return chunk
 
 
 def test_the_head_names_the_worker_and_its_hash_scheme_and_nothing_else() -> None:
-    head = stream(attempt=2).head()
+    head = opening(stream(attempt=2))
     assert head is not None
     assert (head.id, head.attempt, head.worker_id, head.model) == ("r-1", 2, "worker-1", "demo")
     assert (head.offset, head.tokens, head.text_offset, head.text, head.finish_reason) == (0, 0, 0, "", None)
@@ -78,7 +79,7 @@ def test_the_head_names_the_worker_and_its_hash_scheme_and_nothing_else() -> Non
 def test_a_later_empty_chunk_has_the_current_offset() -> None:
     one = stream()
     made(one, output("né", 1, 2))
-    empty = one.head()
+    empty = opening(one)
     assert empty is not None
     assert (empty.offset, empty.tokens, empty.text_offset, empty.text) == (2, 0, 3, "")
 
@@ -150,9 +151,9 @@ def test_a_stream_that_ended_by_itself_keeps_its_reason() -> None:
 
 def test_a_client_that_wants_no_stream_gets_one_terminal_with_everything() -> None:
     whole = stream(stream=False, return_token_ids=True)
-    assert whole.head() is None
-    assert whole.chunk(output("né", 1)) is None
-    assert whole.chunk(output("", 2)) is None
+    assert opening(whole) is None
+    assert chunk_of(whole, output("né", 1)) is None
+    assert chunk_of(whole, output("", 2)) is None
     chunk = made(whole, terminal("w!", 3))
     assert (chunk.offset, chunk.tokens, chunk.text_offset, chunk.text) == (0, 3, 0, "néw!")
     assert (chunk.token_ids, chunk.usage) == ([1, 2, 3], USAGE)
@@ -160,7 +161,7 @@ def test_a_client_that_wants_no_stream_gets_one_terminal_with_everything() -> No
 
 def test_a_client_that_wants_no_stream_gets_what_there_is_when_it_is_cancelled() -> None:
     whole = stream(stream=False)
-    assert whole.chunk(output("par", 1)) is None
+    assert chunk_of(whole, output("par", 1)) is None
     chunk = made(whole, terminal("t", reason=messages.FinishReason.CANCELLED))
     assert (chunk.tokens, chunk.text, chunk.finish_reason) == (1, "part", messages.FinishReason.CANCELLED)
     assert chunk.token_ids is UNSET
@@ -210,7 +211,7 @@ def test_log_probabilities_come_only_if_asked_for() -> None:
 
 def test_a_client_that_wants_no_stream_gets_all_log_probabilities_at_the_end() -> None:
     whole = stream(stream=False, logprobs=1)
-    assert whole.chunk(spoken("a", likely(1, 3))) is None
+    assert chunk_of(whole, spoken("a", likely(1, 3))) is None
     assert made(whole, ended("b", likely(3, 1))).logprobs == [named(1, 3), named(3, 1)]
 
 
@@ -222,7 +223,7 @@ def test_replayed_chunks_have_the_same_log_probabilities() -> None:
     one = stream(logprobs=1)
     for output_ in (spoken("a", likely(1, 1)), spoken("b", likely(3, 1))):
         made(one, output_)
-    (again,) = one.replay(1, 10_000)
+    (again,) = replay(one, 1, 10_000)
     assert (again.offset, again.text, again.logprobs) == (1, "b", [named(3, 1)])
 
 
@@ -233,7 +234,7 @@ def test_progress_comes_in_an_empty_chunk_and_only_in_a_stream() -> None:
     chunk = made(one, seen)
     assert (chunk.progress, chunk.offset, chunk.tokens, chunk.text) == (progress, 0, 0, "")
     assert made(one, output("a", 1)).progress is UNSET
-    assert stream(stream=False).chunk(seen) is None
+    assert chunk_of(stream(stream=False), seen) is None
 
 
 def given(*pieces: tuple[str, int]) -> engine_output.Output:
@@ -244,12 +245,12 @@ def given(*pieces: tuple[str, int]) -> engine_output.Output:
 def test_a_stream_that_continues_another_begins_where_that_one_was() -> None:
     one = stream(attempt=2)
     one.resume(given(("né", 1), ("", 2)))
-    head = one.head()
+    head = opening(one)
     assert head is not None
     assert (head.attempt, head.offset, head.tokens, head.text_offset, head.text) == (2, 2, 0, 3, "")
     first = made(one, output("w", 3))
     assert (first.offset, first.tokens, first.text_offset, first.text) == (2, 1, 3, "w")
-    (again,) = one.replay(0, 10_000)
+    (again,) = replay(one, 0, 10_000)
     assert (again.attempt, again.offset, again.tokens, again.text) == (2, 0, 3, "néw")
 
 
@@ -271,17 +272,17 @@ def test_a_whole_answer_that_continues_another_holds_what_was_given() -> None:
 def test_a_replay_begins_behind_the_tokens_whose_log_probabilities_are_unknown() -> None:
     one = stream(logprobs=1)
     one.resume(given(("a", 1)))
-    (alone,) = one.replay(0, 10_000)
+    (alone,) = replay(one, 0, 10_000)
     assert (alone.offset, alone.tokens) == (1, 0)
     made(one, spoken("b", likely(3, 1)))
-    (again,) = one.replay(0, 10_000)
+    (again,) = replay(one, 0, 10_000)
     assert (again.offset, again.text_offset, again.text, again.logprobs) == (1, 1, "b", [named(3, 1)])
 
 
 def test_a_terminal_that_is_too_large_becomes_an_error_without_text() -> None:
     whole = stream(attempt=3, stream=False, return_token_ids=True)
     large = made(whole, terminal("x" * 1000, 1, 2, 3))
-    small = whole.too_large_terminal(large)
+    small = whole.too_large(large)
     assert (small.id, small.attempt, small.worker_id, small.model) == ("r-1", 3, "worker-1", "demo")
     assert (small.finish_reason, small.text, small.token_ids) == (messages.FinishReason.ERROR, "", UNSET)
     assert (small.usage, small.timings, small.created) == (USAGE, TIMINGS, large.created)
@@ -294,29 +295,39 @@ def test_a_terminal_that_is_too_large_becomes_an_error_without_text() -> None:
 
 def test_a_stream_has_a_terminal_once_that_is_made_and_no_head_after_it() -> None:
     for one in (stream(), stream(stream=False)):
-        one.chunk(output("a", 1))
+        chunk_of(one, output("a", 1))
         assert one.terminal is None
         last = made(one, terminal("b", 1))
-        assert (one.terminal, one.head()) == (last, None)
+        assert (one.terminal, opening(one)) == (last, None)
 
 
-def test_a_chunk_that_can_not_be_made_leaves_the_stream_as_it_was() -> None:
-    one = stream(logprobs=0)
-    with pytest.raises(IndexError):
-        one.chunk(spoken("a", likely(len(PIECES))))
-    assert not one.first_token_sent
-    assert made(one, spoken("b", likely(3))).offset == 0
-    assert [again.text for again in one.replay(0, 10_000)] == ["b"]
+def test_what_a_client_lacks_begins_with_the_first_chunk_that_it_missed() -> None:
+    one = stream()
+    for token_id in range(9):
+        chunk_of(one, output("a", token_id))
+    for offset in (8, 5, 6):
+        one.lacks(offset, None)
+    assert [(chunk.offset, chunk.tokens) for chunk in publish(one)] == [(5, 4)]
+    assert publish(one) == []
+
+
+def test_a_client_that_does_without_what_it_lacks_gets_the_terminal() -> None:
+    one = stream()
+    chunk_of(one, output("a", 1))
+    one.lacks(0, None)
+    one.take(terminal("b", 2))
+    one.skip()
+    assert [(chunk.offset, chunk.text) for chunk in publish(one)] == [(1, "b")]
 
 
 def test_only_tokens_that_were_sampled_here_count_as_sent() -> None:
     one, whole = stream(), stream(stream=False)
     for resumed in (one, whole):
         resumed.resume(given(("n", 1), ("é", 2)))
-        resumed.head()
-        resumed.chunk(output(""))
+        opening(resumed)
+        chunk_of(resumed, output(""))
         assert not resumed.first_token_sent
-        resumed.chunk(output("w", 3))
+        chunk_of(resumed, output("w", 3))
     assert (one.first_token_sent, whole.first_token_sent) == (True, False)
 
 
@@ -325,7 +336,7 @@ def test_a_stream_that_failed_counts_its_tokens_and_has_no_text(
     is_streamed: bool, counted: tuple[int, int, int]
 ) -> None:
     one = stream(stream=is_streamed)
-    one.chunk(output("a", 1))
+    chunk_of(one, output("a", 1))
     chunk = one.fail()
     assert one.terminal == chunk
     assert ((chunk.offset, chunk.tokens, chunk.text_offset), chunk.text) == (counted, "")
@@ -342,8 +353,8 @@ def test_a_stream_that_failed_counts_its_tokens_and_has_no_text(
 )
 def test_a_snapshot_has_the_tokens_behind_those_that_are_known(known_tokens: int | None, token_ids: list[int]) -> None:
     one = stream(attempt=4, logprobs=1)
-    one.chunk(spoken("a", likely(1, 3)))
-    one.chunk(spoken("b", likely(3, 1)))
+    chunk_of(one, spoken("a", likely(1, 3)))
+    chunk_of(one, spoken("b", likely(3, 1)))
     seen = one.snapshot(known_tokens)
     assert (seen.id, seen.attempt, seen.stream_no) == ("acme:r-1", 4, 6)
     assert block_hash.unpack_token_ids(seen.token_ids).tolist() == token_ids
@@ -354,7 +365,7 @@ def test_a_snapshot_has_the_account_of_the_first_token_once_there_is_one() -> No
     one = stream()
     assert one.snapshot(None).first_token is None
     first = engine_output.FirstTokenStats(cached_tokens=1, queue_ms=2.0, prefill_ms=3.0)
-    one.chunk(msgspec.structs.replace(output("a", 1), first_token=first))
+    chunk_of(one, msgspec.structs.replace(output("a", 1), first_token=first))
     account = internal.FirstToken(stream_no=6, cached_tokens=1, queue_ms=2.0, prefill_ms=3.0)
     assert one.snapshot(None).first_token == account
 
@@ -362,7 +373,7 @@ def test_a_snapshot_has_the_account_of_the_first_token_once_there_is_one() -> No
 def test_resumed_tokens_are_in_a_snapshot() -> None:
     one = stream()
     one.resume(given(("a", 1), ("", 2)))
-    one.chunk(output("b", 3))
+    chunk_of(one, output("b", 3))
     assert block_hash.unpack_token_ids(one.snapshot(1).token_ids).tolist() == [2, 3]
 
 
@@ -376,7 +387,7 @@ def test_an_ended_stream_can_be_replayed_without_the_tools_and_constraints_of_it
     one = stream(stream=True, return_token_ids=True, tools=[tool], regex="a" * 10_000, stop=["x" * 1_000])
     made(one, output("a", 1))
     made(one, terminal("b", 3))
-    before = [codec.encode(chunk) for chunk in one.replay(0, 1 << 20)]
+    before = [codec.encode(chunk) for chunk in replay(one, 0, 1 << 20)]
     one.shed()
-    assert [codec.encode(chunk) for chunk in one.replay(0, 1 << 20)] == before
+    assert [codec.encode(chunk) for chunk in replay(one, 0, 1 << 20)] == before
     assert len(codec.encode(one.run)) < 500
