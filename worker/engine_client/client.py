@@ -23,8 +23,8 @@ from tokenbus.worker.engine_client.engine_faults import CrashAttribution, StepWa
 from tokenbus.worker.engine_client.engine_process import EngineConnection, EngineDiedError, EngineLink
 from tokenbus.worker.engine_client.generation import Generation
 from tokenbus.worker.engine_client.listener import EngineListener
+from tokenbus.worker.engine_client.reader import CompletionReader
 from tokenbus.worker.files.device_memory import DeviceMemory
-from tokenbus.worker.streams.reader import CompletionReader
 
 _STALL_S = 1.0
 _MIN_TIMED_TOKENS = 32

@@ -4,16 +4,17 @@ It outlives an engine: when one dies, the next gets the prompt and the tokens sa
 completion that another worker began continues in the same way."""
 
 import asyncio
+import time
 from array import array
 from collections.abc import Sequence
 
-from tokenbus.protocol.wire import codec, errors, messages
+from tokenbus.protocol.wire import codec, errors, limits, messages
 from tokenbus.protocol.wire.traces import GAP_BUCKETS
 from tokenbus.worker.contract import engine_output, engine_request
 from tokenbus.worker.engine.process.ipc import SequenceOutput
 from tokenbus.worker.engine.scheduling.plan import ScoredTokens
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason
-from tokenbus.worker.streams.reader import CompletionReader, Ending
+from tokenbus.worker.engine_client.reader import CompletionReader, Ending
 
 _FAILURES = {
     EngineFinishReason.INSUFFICIENT_MEMORY: errors.make_error(errors.Code.INSUFFICIENT_MEMORY),
@@ -25,6 +26,10 @@ _FAILURES = {
 }
 
 
+_MAX_RESUME_S = 0.8 * limits.ACCEPT_TIMEOUT_S
+"""The time for reading resumed tokens. It blocks the event loop, and an accept that comes later comes too late: the
+router asks the next worker, and one that stands still for three times as long gives up all its streams. Most tokens
+take 5 microseconds, those of many small tool calls 25."""
 _TOO_COSTLY = "could not be followed to its end; make it simpler or less ambiguous"
 
 
@@ -82,7 +87,10 @@ class Generation:
         if resumed is None:
             return
         try:
-            texts, parts = self._reader.read_resumed(resumed.token_ids, end_token_ids)
+            began = time.monotonic()
+            texts, parts = self._reader.read_resumed(
+                resumed.token_ids, end_token_ids, lambda: time.monotonic() - began > _MAX_RESUME_S
+            )
         except errors.RequestError:
             raise
         except Exception as error:  # a bug in reading its tokens: its router gets an answer all the same

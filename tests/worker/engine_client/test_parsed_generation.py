@@ -15,9 +15,9 @@ from tokenbus.worker.contract.chat_format import Calls, ChatFormat, Kind, Reason
 from tokenbus.worker.contract.contract import StreamValidator
 from tokenbus.worker.engine.process import ipc
 from tokenbus.worker.engine.scheduling.sequence import FinishRule
+from tokenbus.worker.engine_client import generation, reader
 from tokenbus.worker.engine_client.generation import Generation
-from tokenbus.worker.streams import reader
-from tokenbus.worker.streams.reader import CompletionReader, PartsReader
+from tokenbus.worker.engine_client.reader import CompletionReader, PartsReader
 
 PIECES = [
     *(b"", b"", b"", b"</think>", b"<|assistant|>", b"\n", b"Hello", b" ST", b"OP", b'{"name": "f", "arguments": '),
@@ -196,7 +196,7 @@ def test_an_answer_continued_at_any_place_is_the_undisturbed_one(
 
 def test_given_tokens_that_take_too_long_to_read_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Markers take longest: 100,000 of them took more than two seconds, and a frontend may stand still for 1.5."""
-    monkeypatch.setattr(reader, "_MAX_RESUME_S", 0.01)
+    monkeypatch.setattr(generation, "_MAX_RESUME_S", 0.01)
     with pytest.raises(errors.RequestError) as refused:
         Answering(max_tokens=100_000, resumed=after(*[CALL, LINE] * 10_000))
     assert (refused.value.error.code, refused.value.error.param) == (errors.Code.UNSUPPORTED, "resume_from")

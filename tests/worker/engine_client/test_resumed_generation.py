@@ -9,9 +9,9 @@ from tokenbus.worker.contract import engine_output, engine_request
 from tokenbus.worker.contract.contract import StreamValidator
 from tokenbus.worker.engine.process import ipc
 from tokenbus.worker.engine.scheduling.sequence import FinishRule
+from tokenbus.worker.engine_client import generation, reader
 from tokenbus.worker.engine_client.generation import Generation
-from tokenbus.worker.streams import reader
-from tokenbus.worker.streams.reader import CompletionReader
+from tokenbus.worker.engine_client.reader import CompletionReader
 
 PIECES = [b"", b"a", b"b", b"ST", b"OP", b"\xe2\x82", b"\xac", b"c "]
 EOS, A, B, ST, OP, HALF_EURO, REST_OF_EURO, C = range(8)
@@ -192,7 +192,7 @@ def test_given_tokens_are_read_in_pieces_as_if_they_were_one(monkeypatch: pytest
 
 def test_given_tokens_that_take_too_long_to_read_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """A frontend that reads for too long would give up the streams of all others."""
-    monkeypatch.setattr(reader, "_MAX_RESUME_S", -1.0)
+    monkeypatch.setattr(generation, "_MAX_RESUME_S", -1.0)
     with pytest.raises(errors.RequestError) as refused:
         Engine(resumed=after(A, A))
     assert refused.value.error.code is errors.Code.UNSUPPORTED

@@ -8,8 +8,8 @@ from tokenbus.worker.engine.process import ipc
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason
 from tokenbus.worker.engine_client.engine_faults import CrashAttribution
 from tokenbus.worker.engine_client.generation import Generation
+from tokenbus.worker.engine_client.reader import CompletionReader
 from tokenbus.worker.engine_client.sequences import OpenSequences
-from tokenbus.worker.streams.reader import CompletionReader
 
 TOKEN_BYTES = [b"", b"a", b"STOP"]
 A, STOP = 1, 2

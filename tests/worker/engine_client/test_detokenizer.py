@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tokenbus.worker.streams.detokenizer import Detokenizer, StopAutomaton, StopMatcher, Text
+from tokenbus.worker.engine_client.detokenizer import Detokenizer, StopAutomaton, StopMatcher, Text
 
 GREETING = "héllo € 😀 wörld"
 

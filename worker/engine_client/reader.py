@@ -3,24 +3,19 @@
 The same tokens give the same answer however they arrive. So whoever continues a completion reads its first tokens
 again, and all that depends on them, such as text that is held back, is as if they had been sampled here."""
 
-import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from msgspec import UNSET, UnsetType
 
-from tokenbus.protocol.wire import errors, limits, messages
+from tokenbus.protocol.wire import errors, messages
 from tokenbus.worker.chat_format.chat_rules import ChatRules
 from tokenbus.worker.chat_format.parsing import deltas
 from tokenbus.worker.chat_format.parsing.parser import AnswerParser
 from tokenbus.worker.contract import engine_output, engine_request
 from tokenbus.worker.engine.scheduling.sequence import EngineFinishReason, FinishRule
-from tokenbus.worker.streams.detokenizer import Detokenizer
+from tokenbus.worker.engine_client.detokenizer import Detokenizer
 
-_MAX_RESUME_S = 0.8 * limits.ACCEPT_TIMEOUT_S
-"""The time for reading resumed tokens. It blocks the event loop, and an accept that comes later comes too late: the
-router asks the next worker, and one that stands still for three times as long gives up all its streams. Most tokens
-take 5 microseconds, those of many small tool calls 25."""
 _TOKENS_AT_ONCE = 2_048
 """Resumed tokens that are read before the time is checked."""
 
@@ -48,7 +43,7 @@ class CompletionReader:
         self.is_plain = self._answer is None and not request.stop
         """Whether a token adds its text and nothing else, unless it is the last one."""
         self.ending: Ending | None = None
-        """How it was completed, if it was."""
+        """The way in which it was completed, if it was."""
 
     def __repr__(self) -> str:
         return f"<CompletionReader of {self.num_tokens} tokens>"
@@ -86,23 +81,22 @@ class CompletionReader:
         return text, len(token_ids)
 
     def read_resumed(
-        self, token_ids: Sequence[int], end_token_ids: Sequence[int]
+        self, token_ids: Sequence[int], end_token_ids: Sequence[int], is_late: Callable[[], bool]
     ) -> tuple[list[str], dict[int, engine_output.AnswerParts]]:
         """Reads the tokens of a completion that is continued. Returns the text that came with each, and what else came
         with some, by their places.
 
-        Raises RequestError if any but the last of them completes it, or if it takes too long."""
+        Raises RequestError if any but the last of them completes it, or if it `is_late` before all are read."""
         rule = FinishRule(self._sampling, end_token_ids, constrained=self._is_constrained)
-        began_s = time.monotonic()
         if self._answer is None:
-            return self._read_resumed_text(token_ids, rule, began_s), {}
+            return self._read_resumed_text(token_ids, rule, is_late), {}
         texts: list[str] = []
         parts: dict[int, engine_output.AnswerParts] = {}
         for place, token_id in enumerate(token_ids):
             if self.ending is not None:
                 raise _ends_early(place - 1, token_ids)
-            if place % _TOKENS_AT_ONCE == 0:
-                _check_time(began_s, place, token_ids)
+            if place % _TOKENS_AT_ONCE == 0 and is_late():
+                raise _takes_too_long(place, token_ids)
             texts.append(self._read(token_id, rule.finish_reason(token_id, place + 1)))
             if self._answer.has_parts:
                 parts[place] = self._answer.take_parts()
@@ -126,7 +120,7 @@ class CompletionReader:
         """Counts no more tokens than these: the reading of later ones has failed, and nobody got them."""
         self._detokenizer.num_tokens = num_tokens
 
-    def _read_resumed_text(self, token_ids: Sequence[int], rule: FinishRule, began_s: float) -> list[str]:
+    def _read_resumed_text(self, token_ids: Sequence[int], rule: FinishRule, is_late: Callable[[], bool]) -> list[str]:
         """All of it blocks the worker's event loop, so the work per token matters: there may be 100,000."""
         before, last = token_ids[:-1], token_ids[-1]
         texts: list[str] = []
@@ -135,7 +129,8 @@ class CompletionReader:
             texts += self._detokenizer.push_all(some)
             if len(texts) < at + len(some):  # a stop string is complete
                 break
-            _check_time(began_s, len(texts), token_ids)
+            if is_late():
+                raise _takes_too_long(len(texts), token_ids)
         finishing = (place for place, token_id in enumerate(before) if rule.finish_reason(token_id, place + 1))
         place = min(len(texts), next(finishing, len(before)))
         if place < len(before):
@@ -237,8 +232,6 @@ def _ends_early(place: int, token_ids: Sequence[int]) -> errors.RequestError:
     return errors.request_error(errors.Code.INVALID_REQUEST, problem, param="resume_from")
 
 
-def _check_time(began_s: float, num_read: int, token_ids: Sequence[int]) -> None:
-    """Raises RequestError if reading resumed tokens, which began at `began_s`, takes too long."""
-    if time.monotonic() - began_s > _MAX_RESUME_S:
-        problem = f"resume_from: its {len(token_ids)} tokens take too long to read, the first {num_read} alone did"
-        raise errors.request_error(errors.Code.UNSUPPORTED, problem, param="resume_from")
+def _takes_too_long(num_read: int, token_ids: Sequence[int]) -> errors.RequestError:
+    problem = f"resume_from: its {len(token_ids)} tokens take too long to read, the first {num_read} alone did"
+    return errors.request_error(errors.Code.UNSUPPORTED, problem, param="resume_from")
