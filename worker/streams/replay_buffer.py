@@ -107,8 +107,8 @@ class _Track:
         self.ends = array("I", bytes(4 * num_tokens))
 
     def append(self, num_tokens: int, text: str) -> None:
-        """Adds tokens. Tokens that arrive together share their text, which belongs to the last of them. Text without a
-        token belongs to the last token added."""
+        """Adds tokens, or more text to the last one. Tokens that arrive together share their text, which belongs to the
+        last of them."""
         start = len(self.data)
         self.data += text.encode()
         ends = self.ends
@@ -174,12 +174,9 @@ class ReplayBuffer:
         return len(self._token_ids)
 
     @property
-    def text_bytes(self) -> int:
-        return len(self._text.data)
-
-    @property
-    def reasoning_bytes(self) -> int:
-        return 0 if self._reasoning is None else len(self._reasoning.data)
+    def end(self) -> int:
+        """The place behind the last token, and behind what came after that."""
+        return len(self._text.ends)
 
     @property
     def num_calls(self) -> int:
@@ -227,14 +224,14 @@ class ReplayBuffer:
         reasoning: str = "",
         tool_calls: Sequence[engine_output.ToolCallPart] = (),
     ) -> None:
-        """Adds what was sampled; what comes without a token belongs to the last token."""
+        """Adds what was sampled. What comes without a token is the completion's end."""
         packed = self.pack(logprobs)
         assert self._num_alternatives is None or len(logprobs) == len(token_ids), (logprobs, token_ids)
         self._logprobs += packed
         if reasoning or tool_calls or self._reasoning is not None or self._arguments is not None:
-            self._append_parts(len(token_ids), reasoning, tool_calls)
+            self._append_parts(len(token_ids) or 1, reasoning, tool_calls)
         self._token_ids.extend(token_ids)
-        self._text.append(len(token_ids), text)
+        self._text.append(len(token_ids) or 1, text)
 
     def append_text(self, token_ids: Sequence[int], text: str) -> None:
         """Adds at least one token, with nothing but text, where no log probabilities are kept."""
@@ -247,10 +244,6 @@ class ReplayBuffer:
         """Returns log probabilities in packed form, if they are kept."""
         return b"" if self._num_alternatives is None else pack_logprobs(logprobs, self._num_alternatives)
 
-    def to_deltas(self, parts: Sequence[engine_output.ToolCallPart]) -> list[messages.ToolCallDelta]:
-        """Returns parts of tool calls, which are about to be appended, as they are published."""
-        return [_to_delta(part, self._arguments_bytes(part.call)) for part in parts]
-
     def short_text(self, start: int, max_bytes: int) -> str | None:
         """Returns the text of the tokens from `start` on, if there are any, and nothing came with them but text that is
         sure to fit in `max_bytes` of JSON."""
@@ -258,12 +251,6 @@ class ReplayBuffer:
             return None
         data, at = self._text.data, self._text.offset(start)
         return data[at:].decode() if _JSON_GROWTH * (len(data) - at) + _CHUNK_BYTES <= max_bytes else None
-
-    def all(self) -> Segment:
-        """Returns the whole completion as one segment."""
-        assert not self.first, "its first tokens can't be published again"
-        whole = self.segment(0, self.num_tokens)
-        return whole if self.num_tokens else whole._replace(text=self._text.data.decode())
 
     def segments(self, offset: int, max_bytes: int, end: int | None = None) -> Iterator[Segment]:
         """Yields the tokens from `offset` up to `end`, in segments of at most `max_bytes` of JSON or of one token.
@@ -277,9 +264,10 @@ class ReplayBuffer:
 
     def segment(self, start: int, stop: int) -> Segment:
         """Returns the tokens from `start` up to `stop`."""
+        assert start >= self.first, "its first tokens can't be published again"
         ids, packed = self._token_ids[start:stop].tolist(), self.packed_logprobs(start, stop)
         logprobs = unpack_logprobs(packed, self._num_alternatives or 0)
-        plain = Segment(start, stop - start, self._text.offset(start), self._text.text(start, stop), ids, logprobs)
+        plain = Segment(start, len(ids), self._text.offset(start), self._text.text(start, stop), ids, logprobs)
         if self._reasoning is not None:
             plain = plain._replace(
                 reasoning_offset=self._reasoning.offset(start), reasoning=self._reasoning.text(start, stop)
@@ -324,12 +312,6 @@ class ReplayBuffer:
             assert part.call == len(self._calls) - 1, part  # only the last call can continue
             self._arguments.append(0, part.arguments)
 
-    def _arguments_bytes(self, index: int) -> int:
-        """Returns the size of a call's arguments in bytes; 0 if there is no such call. Only the last call can grow."""
-        if index >= len(self._calls) or self._arguments is None:
-            return 0
-        return len(self._arguments.data) - self._calls[index].start
-
     def _deltas(self, start: int, stop: int) -> Iterator[messages.ToolCallDelta]:
         """Yields the parts of tool calls that came with the tokens from `start` up to `stop`."""
         assert self._arguments is not None
@@ -342,9 +324,14 @@ class ReplayBuffer:
             ends = calls[index + 1].start if index + 1 < len(calls) else len(arguments.data)
             since, until = max(first_byte, call.start), min(end_byte, ends)
             if is_new or since < until:
-                name = (call.id, call.name) if is_new else ("", "")
-                part = engine_output.ToolCallPart(index, arguments.data[since:until].decode(), *name)
-                yield _to_delta(part, since - call.start)
+                name = (call.name if is_new else "") or UNSET
+                yield messages.ToolCallDelta(
+                    index=index,
+                    id=(call.id if is_new else "") or UNSET,
+                    type="function" if name else UNSET,
+                    arguments_offset=since - call.start,
+                    function=messages.FunctionDelta(name=name, arguments=arguments.data[since:until].decode()),
+                )
 
     def _last_that_fits(self, start: int, end: int, max_bytes: int) -> int:
         """Returns the end of the longest segment from `start` that fits, at least one token; a binary search."""
@@ -361,13 +348,3 @@ class ReplayBuffer:
             size = _JSON_GROWTH * text_bytes + token_bytes * (middle - start) + call_bytes
             low, high = (middle, high) if size <= max_bytes else (low, middle - 1)
         return low
-
-
-def _to_delta(part: engine_output.ToolCallPart, arguments_offset: int) -> messages.ToolCallDelta:
-    return messages.ToolCallDelta(
-        index=part.call,
-        id=part.id or UNSET,
-        type="function" if part.name else UNSET,
-        arguments_offset=arguments_offset,
-        function=messages.FunctionDelta(name=part.name or UNSET, arguments=part.arguments),
-    )

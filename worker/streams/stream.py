@@ -76,7 +76,7 @@ class WorkerStream:
     # with more than 30 attributes each instance would have a dictionary of its own, and 64 streams take 4 % more time
     __slots__ = (
         "_head", "_id", "_model", "_prompt_digest", "_prompt_published", "_prompt_scores", "_replay_buffer",
-        "_terminal_tokens", "_token_bytes", "_wants_plain", "_worker_id", "accepted_at", "announced", "began_at",
+        "_token_bytes", "_wants_plain", "_worker_id", "accepted_at", "announced", "began_at",
         "cancel_error", "counts_prompt", "created", "deadline", "fetch", "first_token", "gaps", "guardian",
         "has_told_answer", "hash_scheme", "hold", "is_given_up", "is_open", "is_stranded", "is_streamed", "key",
         "last_chunk_at", "last_words", "long_prompt", "marks", "max_reasoning_tokens", "max_tokens", "named_guardian",
@@ -146,8 +146,6 @@ class WorkerStream:
         """The first position of the prompt whose log probability the client lacks."""
         self._head: messages.Progress | UnsetType | None = None
         """The progress with which an empty chunk is due; None if none is."""
-        self._terminal_tokens: tuple[list[int], bytes] | None = None
-        """The tokens in the terminal, and their packed log probabilities, until they are in the event log."""
         self.num_resumed = 0
         """The number of tokens sampled before this run."""
         self.created = int(time.time())
@@ -301,7 +299,7 @@ class WorkerStream:
             return
         # a client could not ask again for lost text that comes without a token
         assert output.token_ids or not (output.text or output.reasoning or output.tool_calls), output
-        buffer.append(output.token_ids, output.text, output.logprobs, output.reasoning, output.tool_calls)
+        self._append(output)
 
     def unpublished(self, max_bytes: int) -> Iterator[messages.Chunk]:
         """Yields what its client lacks in chunks of at most `max_bytes`, or of one token, and the terminal if there is
@@ -381,12 +379,10 @@ class WorkerStream:
             tokens, logprobs = buffer.token_ids(start, stop), buffer.packed_logprobs(start, stop)
             last_of(sampled).add(self.stream_no, tokens, logprobs, first)
             start, first = stop, None
-        if self._terminal_tokens is not None:
-            last_of(sampled).add(self.stream_no, *self._terminal_tokens, first)
 
     def was_announced(self) -> None:
         """Notes that its tokens are in the event log."""
-        self.announced, self._terminal_tokens = self._replay_buffer.num_tokens, None
+        self.announced = self._replay_buffer.num_tokens
 
     def state(self, known_tokens: int | None) -> internal.StreamState:
         """Returns the stream so far, with the tokens after the first `known_tokens`; with none if that is None. All its
@@ -483,7 +479,7 @@ class WorkerStream:
 
     def fail(self) -> messages.Chunk:
         """Ends the stream with an error, because of a bug; returns the terminal, which has no text."""
-        self.announced, self._terminal_tokens = self.num_tokens, None  # routers need no more of it
+        self.announced = self.num_tokens  # routers need no more of it
         if self.is_streamed:
             last = self._empty(self.published)
         else:
@@ -527,21 +523,8 @@ class WorkerStream:
             prompt_offset=self.prompt_offset,
         )
 
-    def _output_chunk(self, output: engine_output.Output) -> messages.Chunk:
-        """Returns a chunk with the last output, which is not added to the replay buffer: it may have text without a
-        token."""
-        buffer, tool_calls = self._replay_buffer, output.tool_calls
-        return self._chunk(
-            buffer.num_tokens,
-            len(output.token_ids),
-            buffer.text_bytes,
-            output.text,
-            output.token_ids,
-            output.logprobs,
-            buffer.reasoning_bytes if output.reasoning else 0,
-            output.reasoning,
-            buffer.to_deltas(tool_calls) if tool_calls else (),
-        )
+    def _append(self, output: engine_output.Output) -> None:
+        self._replay_buffer.append(output.token_ids, output.text, output.logprobs, output.reasoning, output.tool_calls)
 
     def _chunk(
         self,
@@ -574,19 +557,12 @@ class WorkerStream:
 
     def _terminal(self, output: engine_output.Output) -> messages.Chunk:
         self.gaps = output.gaps
-        if self.is_streamed:
-            last = self._output_chunk(output)
-            if output.token_ids:
-                self._terminal_tokens = output.token_ids, self._replay_buffer.pack(output.logprobs)
-        else:
-            # nothing was streamed: the terminal carries the whole completion
-            self._replay_buffer.append(
-                output.token_ids, output.text, output.logprobs, output.reasoning, output.tool_calls
-            )
-            last = self._chunk(*self._replay_buffer.all())
-            if self._prompt_scores is not None:
-                for part in self._prompt_scores.parts(0):
-                    last = codec.replace(last, prompt_offset=part.offset, prompt_logprobs=part.logprobs)
+        start = self.num_tokens if self.is_streamed else 0  # if nothing was streamed, it carries the whole completion
+        self._append(output)
+        last = self._chunk(*self._replay_buffer.segment(start, self._replay_buffer.end))
+        if self._prompt_scores is not None and not self.is_streamed:
+            for part in self._prompt_scores.parts(0):
+                last = codec.replace(last, prompt_offset=part.offset, prompt_logprobs=part.logprobs)
         reason, error = output.finish_reason, output.error
         stopped_by: messages.StoppedBy | UnsetType = UNSET
         if reason is messages.FinishReason.CANCELLED and self.cancel_error is not None:

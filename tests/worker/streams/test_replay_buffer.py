@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tokenbus.worker.contract import engine_output
 from tokenbus.worker.streams.replay_buffer import ReplayBuffer, Segment
 
-PIECES = st.lists(st.tuples(st.integers(0, 3), st.text(max_size=6)), max_size=30)
+PIECES = st.lists(st.tuples(st.integers(1, 3), st.text(max_size=6)), max_size=30)
 
 
 def buffer_of(pieces: list[tuple[int, str]]) -> ReplayBuffer:
@@ -20,10 +20,14 @@ def buffer_of(pieces: list[tuple[int, str]]) -> ReplayBuffer:
     return buffer
 
 
+def whole_of(buffer: ReplayBuffer) -> Segment:
+    return buffer.segment(0, buffer.end)
+
+
 def test_it_is_empty_at_first() -> None:
     buffer = ReplayBuffer()
-    assert (buffer.num_tokens, buffer.text_bytes, list(buffer.segments(0, 100))) == (0, 0, [])
-    assert buffer.all() == Segment(0, 0, 0, "", [], [])
+    assert (buffer.num_tokens, buffer.end, list(buffer.segments(0, 100))) == (0, 0, [])
+    assert whole_of(buffer) == Segment(0, 0, 0, "", [], [])
 
 
 def test_a_segment_starts_at_the_byte_where_its_first_token_does() -> None:
@@ -38,12 +42,15 @@ def test_text_of_several_tokens_comes_with_the_last_of_them() -> None:
     assert next(buffer.segments(0, 1_000)).num_tokens == 3
 
 
-def test_text_without_a_token_belongs_to_the_last_one() -> None:
-    buffer = buffer_of([(1, "a"), (0, "b"), (1, "c")])
-    assert [(p.text_offset, p.text) for p in (next(buffer.segments(0, 99)), next(buffer.segments(1, 99)))] == [
-        (0, "abc"),
-        (2, "c"),
-    ]
+def test_what_comes_without_a_token_is_behind_the_last_one() -> None:
+    call = engine_output.ToolCallPart(0, "{}", "c1", "f")
+    buffer = buffer_of([(1, "a"), (1, "b")])
+    buffer.append([], "c", reasoning="so", tool_calls=[call])
+    assert [segment.text for segment in buffer.segments(0, 1_000, 2)] == ["ab"]
+    last = buffer.segment(2, buffer.end)
+    assert (last.num_tokens, last.text_offset, last.text, last.token_ids, last.reasoning) == (0, 2, "c", [], "so")
+    assert [one.function.arguments for one in last.tool_calls if one.function] == ["{}"]
+    assert whole_of(buffer).text == "abc"
 
 
 @pytest.mark.parametrize("offset", [2, 7])
@@ -61,14 +68,14 @@ def test_each_token_keeps_its_own_log_probability_and_those_of_its_alternatives(
     said = [likely(5, 5, 6), likely(7, 8, 9), likely(1, 2, 3)]
     buffer.append([5], "a", said[:1])
     buffer.append([7, 1], "b", said[1:])
-    assert buffer.all().logprobs == said
+    assert whole_of(buffer).logprobs == said
     assert [one for segment in buffer.segments(1, 1) for one in segment.logprobs] == said[1:]
 
 
 def test_surplus_alternatives_are_dropped_and_too_few_are_a_fault() -> None:
     buffer = ReplayBuffer(num_alternatives=1)
     buffer.append([5], "a", [likely(5, 6, 7)])
-    assert buffer.all().logprobs == [likely(5, 6)]
+    assert whole_of(buffer).logprobs == [likely(5, 6)]
     with pytest.raises(struct.error):
         buffer.append([5], "a", [likely(5)])
 
@@ -81,7 +88,7 @@ def test_a_token_without_its_log_probability_is_a_fault_if_those_are_kept() -> N
 def test_log_probabilities_that_nobody_asked_for_are_not_kept() -> None:
     buffer = ReplayBuffer()
     buffer.append([5], "a", [likely(5, 6)])
-    assert buffer.all().logprobs == []
+    assert whole_of(buffer).logprobs == []
 
 
 def test_memory_counts_text_tokens_and_log_probabilities() -> None:
@@ -107,7 +114,7 @@ def test_the_segments_from_any_token_on_are_what_was_appended_from_there_on(
     buffer = buffer_of(pieces)
     offset = data.draw(st.integers(0, buffer.num_tokens))
     segments = list(buffer.segments(offset, max_bytes))
-    whole = buffer.all()
+    whole = whole_of(buffer)
     at, text_at = offset, None
     for segment in segments:
         assert segment.offset == at
@@ -127,7 +134,7 @@ def test_what_another_worker_has_published_can_be_published_again() -> None:
     said = [likely(5, 6), likely(7, 8), likely(9, 1)]
     buffer.append_resumed([5, 7], ["né", "b"], said[:2])
     buffer.append([9], "c", said[2:])
-    assert buffer.all() == Segment(0, 3, 0, "nébc", [5, 7, 9], said)
+    assert whole_of(buffer) == Segment(0, 3, 0, "nébc", [5, 7, 9], said)
 
 
 @given(texts=st.lists(st.text(max_size=4), min_size=1, max_size=8))
@@ -143,13 +150,13 @@ def test_tokens_whose_log_probabilities_are_unknown_count_but_are_not_published_
     buffer = ReplayBuffer(num_alternatives=1)
     buffer.append_resumed([4, 5, 6], ["é", "b", "c"], [likely(6, 1)])
     buffer.append([7], "d", [likely(7, 1)])
-    assert (buffer.num_tokens, buffer.text_bytes) == (4, 5)
+    assert (buffer.num_tokens, buffer.text_offset(4)) == (4, 5)
     for offset in (0, 1, 2):
         (segment,) = buffer.segments(offset, 100_000)
         assert segment == Segment(2, 2, 3, "cd", [6, 7], [likely(6, 1), likely(7, 1)])
     assert next(buffer.segments(3, 100_000)).logprobs == [likely(7, 1)]
     with pytest.raises(AssertionError):
-        buffer.all()
+        whole_of(buffer)
 
 
 def test_reasoning_and_calls_of_another_worker_come_with_the_log_probabilities_that_are_known() -> None:
