@@ -293,7 +293,7 @@ def test_what_an_engine_puts_out_behind_a_terminal_that_waits_is_ignored(
     stage.world.run(0.5)
     stage.frontend.bus.is_busy = True
     with monkeypatch.context() as broken:
-        broken.setattr("tokenbus.worker.streams.stream.WorkerStream.chunk", fail)
+        broken.setattr("tokenbus.worker.streams.stream.WorkerStream.take", fail)
         stage.world.run(0.1)
     stage.world.run(0.3)
     stage.frontend.bus.is_busy = False

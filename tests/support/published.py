@@ -13,9 +13,9 @@ def publish(
     """Has a stream take an output; returns the chunks with what its client lacks, which it then has."""
     if output is not None:
         stream.take(output)
-    chunks = list(stream.unpublished(room_bytes))
-    stream.was_announced()
-    stream.was_published(chunks)
+    plain = stream.plain_chunk(room_bytes)
+    chunks = list(stream.unpublished(room_bytes)) if plain is None else [plain]
+    stream.flushed(chunks)
     return chunks
 
 

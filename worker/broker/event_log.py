@@ -58,6 +58,8 @@ def to_runs(stored: Iterable[tuple[int, int]]) -> Iterator[internal.BlockRun]:
         yield internal.BlockRun(parent=first, hashes=names)
 
 
+_TOKEN_BYTES = 8
+"""A token takes four bytes for its id, and four for its stream."""
 _FIRST_TOKEN_BYTES = 128
 """The most that the report of a first token takes."""
 
@@ -70,7 +72,7 @@ class SampledTokens:
         self.token_ids = array("I")
         self.logprobs: dict[int, bytes] = {}
         self.first_tokens: list[internal.FirstToken] = []
-        self._logprob_bytes = 0
+        self._room_bytes = limits.PART_BYTES // 2
 
     def __repr__(self) -> str:
         return f"<SampledTokens {len(self.token_ids)}>"
@@ -81,8 +83,7 @@ class SampledTokens:
     @property
     def is_full(self) -> bool:
         """Whether further tokens must go into another entry."""
-        first_token_bytes = _FIRST_TOKEN_BYTES * len(self.first_tokens)
-        return 8 * len(self.token_ids) + self._logprob_bytes + first_token_bytes >= limits.PART_BYTES // 2
+        return self._room_bytes <= 0
 
     def add(
         self, stream_no: int, token_ids: Iterable[int], logprobs: bytes, first_token: internal.FirstToken | None
@@ -91,17 +92,20 @@ class SampledTokens:
         for token_id in token_ids:
             self.stream_nos.append(stream_no)
             self.token_ids.append(token_id)
+            self._room_bytes -= _TOKEN_BYTES
         if logprobs:
             self.logprobs[stream_no] = self.logprobs.get(stream_no, b"") + logprobs
-            self._logprob_bytes += len(logprobs)
+            self._room_bytes -= len(logprobs)
         if first_token is not None:
             self.first_tokens.append(first_token)
+            self._room_bytes -= _FIRST_TOKEN_BYTES
 
 
 def last_of(sampled: list[SampledTokens]) -> SampledTokens:
     """Returns the last entry's tokens, or another's if there is no room."""
-    if not sampled or sampled[-1].is_full:
-        sampled.append(SampledTokens())
+    if sampled and not (last := sampled[-1]).is_full:
+        return last
+    sampled.append(SampledTokens())
     return sampled[-1]
 
 

@@ -25,7 +25,7 @@ class ChunkMarks:
     def sent(self, chunk: messages.Chunk) -> None:
         """Notes that the next chunk was published."""
         number = self._number = (self._number + 1) % subjects.NUM_MARKS
-        self._carried[number] = chunk.offset, prompt_offset(chunk)
+        self._carried[number] = chunk.offset, (chunk.prompt_offset or 0) if chunk.prompt_logprobs else None
 
     def carried(self, mark: int) -> tuple[int, int | None] | None:
         """Returns the offset of the last chunk with a mark, and its `prompt_offset`; None if that was forgotten."""
@@ -44,8 +44,3 @@ def _is_after(carried: tuple[int, int | None], offset: int, prompt_offset: int |
     """Whether a stream that is published again from there on has the chunk that carried this."""
     at, prompt_at = carried
     return at >= offset if prompt_at is None else prompt_offset is not None and prompt_at >= prompt_offset
-
-
-def prompt_offset(chunk: messages.Chunk) -> int | None:
-    """Returns where in the prompt a chunk's log probabilities begin; None if it has none."""
-    return (chunk.prompt_offset or 0) if chunk.prompt_logprobs else None

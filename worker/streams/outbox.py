@@ -8,8 +8,7 @@ after 1.5 s without the broker, the fence ends every stream (`worker/broker/fenc
 
 import contextlib
 import math
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
 
 from tokenbus.protocol.bus.bus import Bus, OutboundBufferLimitError, Outgoing, lease_time
 from tokenbus.protocol.wire import codec, limits, messages
@@ -18,11 +17,6 @@ from tokenbus.worker.broker.event_log import NO_ENDS, Ends, SampledTokens
 from tokenbus.worker.contract import engine_output
 from tokenbus.worker.streams.request_telemetry import StreamTelemetry, has_failed
 from tokenbus.worker.streams.stream import WorkerStream
-
-
-class _Message(NamedTuple):
-    outgoing: Outgoing
-    chunk: messages.Chunk
 
 
 class Outbox:
@@ -77,10 +71,10 @@ class Outbox:
             self.put_head(stream, now)
             self.flush()
             return
-        for outgoing, chunk in self._messages(stream):
-            with contextlib.suppress(OutboundBufferLimitError):  # its client will ask for it again
-                self._connection.publish_all([outgoing])
-                stream.was_published([chunk])
+        chunks, outgoing = self._make(stream)
+        with contextlib.suppress(OutboundBufferLimitError):  # its client will ask for it again
+            self._connection.publish_all(outgoing)
+        stream.flushed(chunks)
 
     def probe(self, stream: WorkerStream) -> bool:
         """Publishes a probe of a held stream; returns whether it could."""
@@ -100,28 +94,33 @@ class Outbox:
             self.on_late()
         if not self._changed:
             return True
-        made = {stream: [] if stream.hold is not None else self._messages(stream) for stream in self._changed}
         sampled: list[SampledTokens] = []
-        for stream in made:
-            stream.announce(sampled)
-        ended = [
-            (stream, chunks[-1].chunk, len(chunks[-1].outgoing.payload))
-            for stream, chunks in made.items()
-            if chunks and chunks[-1].chunk.finish_reason is not None
-        ]
+        outgoing: list[Outgoing] = []
+        made: list[tuple[WorkerStream, Sequence[messages.Chunk]]] = []
+        ended: list[tuple[WorkerStream, messages.Chunk, int]] = []
+        room_bytes = self.room_bytes
+        for stream in self._changed:
+            chunks: Sequence[messages.Chunk] = ()
+            if stream.hold is None and (plain := stream.plain_chunk(room_bytes)) is not None:
+                outgoing.append(_to_message(stream, plain, 0))
+                chunks = (plain,)
+            elif stream.hold is None:
+                chunks, some = self._make(stream)
+                outgoing += some
+                if chunks and chunks[-1].finish_reason is not None:
+                    ended.append((stream, chunks[-1], len(some[-1].payload)))
+            stream.announce(sampled)  # last: a stream whose chunks can't be made has ended
+            made.append((stream, chunks))
         ends = NO_ENDS
         if ended:
             failed = [stream.key for stream, terminal, _ in ended if has_failed(terminal)]
             reports = [stream.end_report(terminal, tells_answer=True) for stream, terminal, _ in ended]
             ends = Ends([stream.key for stream, *_ in ended], failed, reports)
-        outgoing = [one.outgoing for chunks in made.values() for one in chunks]
         if not self._announcer.publish_step(sampled, outgoing, ends):
             return False
         self._changed = {}
-        for stream, chunks in made.items():
-            stream.was_announced()
-            if stream.hold is None:
-                stream.was_published(one.chunk for one in chunks)
+        for stream, chunks in made:
+            stream.flushed(chunks)
         for stream, terminal, terminal_bytes in ended:
             self._telemetry.finished(stream, terminal)
             self.on_ended(stream, terminal_bytes)
@@ -132,25 +131,29 @@ class Outbox:
         """The largest payload that the current broker accepts."""
         return self._connection.max_payload - limits.MESSAGE_RESERVE_BYTES
 
-    def _messages(self, stream: WorkerStream) -> list[_Message]:
-        """Returns the messages with what a stream's client lacks. If one can't be made, or would not fit, an error is
-        the last one."""
-        made: list[_Message] = []
+    def _make(self, stream: WorkerStream) -> tuple[list[messages.Chunk], list[Outgoing]]:
+        """Returns the chunks with what a stream's client lacks, and the messages that carry them. If one can't be made,
+        or would not fit, an error is the last one."""
+        chunks: list[messages.Chunk] = []
+        outgoing: list[Outgoing] = []
         room_bytes = self.room_bytes
         try:
             for chunk in stream.unpublished(room_bytes):
-                one = _to_message(stream, chunk, len(made))
-                if len(one.outgoing.payload) > room_bytes:
-                    return [*made, _to_message(stream, stream.too_large(chunk), len(made))]
-                made.append(one)
+                message = _to_message(stream, chunk, len(chunks))
+                if len(message.payload) > room_bytes:
+                    chunk = stream.too_large(chunk)
+                    return [*chunks, chunk], [*outgoing, _to_message(stream, chunk, len(chunks))]
+                chunks.append(chunk)
+                outgoing.append(message)
         except Exception:  # outermost frame of a stream: in any case, its client gets a terminal
             self._telemetry.failed(stream)
-            return [_to_message(stream, stream.fail(), 0)]
-        return made
+            terminal = stream.fail()
+            return [terminal], [_to_message(stream, terminal, 0)]
+        return chunks, outgoing
 
 
-def _to_message(stream: WorkerStream, chunk: messages.Chunk, ahead: int) -> _Message:
+def _to_message(stream: WorkerStream, chunk: messages.Chunk, ahead: int) -> Outgoing:
+    """Returns the message of a chunk that is published behind `ahead` others of its stream."""
     headers = codec.error_headers(chunk.error) if chunk.error else None
     run = stream.run
-    payload = codec.encode(chunk, run.encoding)
-    return _Message(Outgoing(run.reply, payload, stream.marks.subject(ahead), headers), chunk)
+    return Outgoing(run.reply, codec.encode(chunk, run.encoding), stream.marks.subject(ahead), headers)

@@ -159,7 +159,7 @@ class ReplayBuffer:
         self._arguments: _Track | None = None
         """Both exist once the answer has any."""
         self._calls: list[_Call] = []
-        self._token_ids = array("I")
+        self.token_ids = array("I")
         self._num_alternatives = num_alternatives
         self._logprobs = bytearray()
         """Packed, of all tokens from `first` on."""
@@ -171,7 +171,7 @@ class ReplayBuffer:
 
     @property
     def num_tokens(self) -> int:
-        return len(self._token_ids)
+        return len(self.token_ids)
 
     @property
     def end(self) -> int:
@@ -188,7 +188,7 @@ class ReplayBuffer:
         """Memory that the buffer takes, in bytes."""
         tracks = sum(len(track.data) + 4 * len(track.ends) for track in self._tracks)
         calls = sum(300 + len(call.id) + len(call.name) for call in self._calls)
-        return tracks + calls + 4 * len(self._token_ids) + len(self._logprobs)
+        return tracks + calls + 4 * len(self.token_ids) + len(self._logprobs)
 
     def append_resumed(
         self,
@@ -200,13 +200,13 @@ class ReplayBuffer:
         """Adds what another worker has published: tokens, their texts, what else came with some of them, and the log
         probabilities of the last ones. If log probabilities are kept, the tokens before those can't be published
         again."""
-        assert not self._token_ids, self
+        assert not self.token_ids, self
         if not parts:  # there may be 100,000 tokens
-            self._token_ids.extend(token_ids)
+            self.token_ids.extend(token_ids)
             self._text.extend(texts)
         for place, token_id in enumerate(token_ids) if parts else ():
             self._append_parts(1, *(parts or {}).get(place, ("", ())))
-            self._token_ids.append(token_id)
+            self.token_ids.append(token_id)
             self._text.append(1, texts[place])
         if self._num_alternatives is not None:
             self.first = len(token_ids) - len(logprobs)
@@ -230,27 +230,29 @@ class ReplayBuffer:
         self._logprobs += packed
         if reasoning or tool_calls or self._reasoning is not None or self._arguments is not None:
             self._append_parts(len(token_ids) or 1, reasoning, tool_calls)
-        self._token_ids.extend(token_ids)
+        self.token_ids.extend(token_ids)
         self._text.append(len(token_ids) or 1, text)
 
     def append_text(self, token_ids: Sequence[int], text: str) -> None:
         """Adds at least one token, with nothing but text, where no log probabilities are kept."""
         if self._reasoning is not None or self._arguments is not None:
             self._append_parts(len(token_ids), "", ())
-        self._token_ids.extend(token_ids)
+        self.token_ids.extend(token_ids)
         self._text.append(len(token_ids), text)
 
     def pack(self, logprobs: Sequence[engine_output.Logprob]) -> bytes:
         """Returns log probabilities in packed form, if they are kept."""
         return b"" if self._num_alternatives is None else pack_logprobs(logprobs, self._num_alternatives)
 
-    def short_text(self, start: int, max_bytes: int) -> str | None:
-        """Returns the text of the tokens from `start` on, if there are any, and nothing came with them but text that is
-        sure to fit in `max_bytes` of JSON."""
-        if self._reasoning is not None or self._arguments is not None or start == len(self._token_ids):
+    def plain_text(self, start: int, max_bytes: int) -> tuple[int, int, str] | None:
+        """Returns how many tokens there are from `start` on, where their text begins, and that text; None if there is
+        none, if there is anything but text, or if that might not fit in `max_bytes` of JSON."""
+        count = len(self.token_ids) - start
+        if not count or self._reasoning is not None or self._arguments is not None:
             return None
-        data, at = self._text.data, self._text.offset(start)
-        return data[at:].decode() if _JSON_GROWTH * (len(data) - at) + _CHUNK_BYTES <= max_bytes else None
+        at = self._text.ends[start - 1] if start else 0
+        data = self._text.data[at:]
+        return (count, at, data.decode()) if _JSON_GROWTH * len(data) + _CHUNK_BYTES <= max_bytes else None
 
     def segments(self, offset: int, max_bytes: int, end: int | None = None) -> Iterator[Segment]:
         """Yields the tokens from `offset` up to `end`, in segments of at most `max_bytes` of JSON or of one token.
@@ -265,7 +267,7 @@ class ReplayBuffer:
     def segment(self, start: int, stop: int) -> Segment:
         """Returns the tokens from `start` up to `stop`."""
         assert start >= self.first, "its first tokens can't be published again"
-        ids, packed = self._token_ids[start:stop].tolist(), self.packed_logprobs(start, stop)
+        ids, packed = self.token_ids[start:stop].tolist(), self.packed_logprobs(start, stop)
         logprobs = unpack_logprobs(packed, self._num_alternatives or 0)
         plain = Segment(start, len(ids), self._text.offset(start), self._text.text(start, stop), ids, logprobs)
         if self._reasoning is not None:
@@ -274,13 +276,9 @@ class ReplayBuffer:
             )
         return plain if self._arguments is None else plain._replace(tool_calls=tuple(self._deltas(start, stop)))
 
-    def token_ids(self, start: int, stop: int) -> Sequence[int]:
-        """Returns the token ids from `start` up to `stop`."""
-        return self._token_ids[start:stop]
-
     def packed_token_ids(self, start: int, stop: int) -> bytes:
         """Returns the token ids from `start` up to `stop` in wire format."""
-        return block_hash.pack_token_ids(self._token_ids[start:stop])
+        return block_hash.pack_token_ids(self.token_ids[start:stop])
 
     def packed_logprobs(self, start: int, stop: int) -> bytes:
         """Returns the log probabilities of the tokens from `start` up to `stop` in packed form, if they are kept."""

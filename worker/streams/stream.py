@@ -301,21 +301,27 @@ class WorkerStream:
         assert output.token_ids or not (output.text or output.reasoning or output.tool_calls), output
         self._append(output)
 
+    def plain_chunk(self, max_bytes: int) -> messages.Chunk | None:
+        """Returns the chunk with what its client lacks, if that is just text that is sure to fit, as nearly always."""
+        if not self._wants_plain or self._head is not None or self.terminal is not None:
+            return None
+        found = self._replay_buffer.plain_text(self.published, max_bytes)
+        if found is None:
+            return None
+        tokens, text_offset, text = found
+        return messages.Chunk(
+            id=self._id,
+            attempt=self.run.attempt,
+            offset=self.published,
+            tokens=tokens,
+            text_offset=text_offset,
+            text=text,
+        )
+
     def unpublished(self, max_bytes: int) -> Iterator[messages.Chunk]:
         """Yields what its client lacks in chunks of at most `max_bytes`, or of one token, and the terminal if there is
         one; if there is nothing else, the empty chunk that is due."""
         buffer, start = self._replay_buffer, self.published
-        is_plain = self._wants_plain and self.terminal is None and self._head is None
-        if is_plain and (text := buffer.short_text(start, max_bytes)) is not None:  # nearly always
-            yield messages.Chunk(
-                id=self._id,
-                attempt=self.run.attempt,
-                offset=start,
-                tokens=buffer.num_tokens - start,
-                text_offset=buffer.text_offset(start),
-                text=text,
-            )
-            return
         if not self.is_streamed:
             if self.terminal is not None:
                 yield self.terminal
@@ -349,12 +355,16 @@ class WorkerStream:
             rate_limits=codec.unset_if_none(self.run.rate_limits),
         )
 
-    def was_published(self, chunks: Iterable[messages.Chunk]) -> None:
-        """Notes that what its client lacked was published, in these chunks."""
-        self.skip()
-        self._head = None
-        for chunk in chunks:
-            self.marks.sent(chunk)
+    def flushed(self, chunks: Iterable[messages.Chunk]) -> None:
+        """Notes that its tokens are in the event log, and unless it is held, that its client has what it lacked, in
+        these chunks."""
+        self.announced = len(self._replay_buffer.token_ids)
+        if self.hold is None:
+            self.published, self._head = self.announced, None
+            if self._prompt_scores is not None:
+                self._prompt_published = max(self._prompt_published, self._prompt_scores.end)
+            for chunk in chunks:
+                self.marks.sent(chunk)
 
     def lacks(self, offset: int, prompt_offset: int | None) -> None:
         """Notes that its client lacks the tokens from `offset` on, and the log probabilities of its prompt from
@@ -372,17 +382,17 @@ class WorkerStream:
 
     def announce(self, sampled: list[SampledTokens]) -> None:
         """Adds the tokens that are not in the event log to the last of `sampled`, or to more of them."""
-        buffer, start, end = self._replay_buffer, self.announced, self._replay_buffer.num_tokens
+        buffer, start = self._replay_buffer, self.announced
+        end = len(buffer.token_ids)
         first = self.first_token if start == self.num_resumed else None
+        if self._wants_plain and first is None and end - start == 1:  # nearly always
+            last_of(sampled).add(self.stream_no, (buffer.token_ids[start],), b"", None)
+            return
         while start < end:
             stop = min(end, start + _ANNOUNCED_AT_ONCE)
-            tokens, logprobs = buffer.token_ids(start, stop), buffer.packed_logprobs(start, stop)
-            last_of(sampled).add(self.stream_no, tokens, logprobs, first)
+            logprobs = buffer.packed_logprobs(start, stop)
+            last_of(sampled).add(self.stream_no, buffer.token_ids[start:stop], logprobs, first)
             start, first = stop, None
-
-    def was_announced(self) -> None:
-        """Notes that its tokens are in the event log."""
-        self.announced = self._replay_buffer.num_tokens
 
     def state(self, known_tokens: int | None) -> internal.StreamState:
         """Returns the stream so far, with the tokens after the first `known_tokens`; with none if that is None. All its
