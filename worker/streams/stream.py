@@ -27,7 +27,7 @@ from tokenbus.worker.streams.chunk_marks import ChunkMarks
 from tokenbus.worker.streams.holds import Hold
 from tokenbus.worker.streams.prompt_copies import MAX_COPIES, prompt_digest, without_prompt
 from tokenbus.worker.streams.prompt_scores import PromptScoreBuffer
-from tokenbus.worker.streams.replay_buffer import ReplayBuffer, Segment
+from tokenbus.worker.streams.replay_buffer import ReplayBuffer
 
 LONG_PROMPT_S = 2.0
 """A prompt that takes longer is logged after this time, again each time it doubles, and when it is computed."""
@@ -480,10 +480,12 @@ class WorkerStream:
     def _answer(self, terminal: messages.Chunk) -> messages.ChatMessage | None:
         """Returns the whole answer, if it is complete, has reasoning, and is not too long."""
         buffer = self._replay_buffer
-        if terminal.finish_reason not in _COMPLETE or not (buffer.reasoning_bytes or terminal.reasoning):
+        if terminal.finish_reason not in _COMPLETE or buffer.first:  # what is before that is not known here
             return None
-        parts: list[Segment | messages.Chunk] = [buffer.segment(0, buffer.num_tokens)] if self.is_streamed else []
-        answer = told_answer.to_message([*parts, terminal], with_reasoning=self.run.wants_reasoning)
+        whole = buffer.segment(0, buffer.end)
+        if not whole.reasoning:
+            return None
+        answer = told_answer.to_message(whole, with_reasoning=self.run.wants_reasoning)
         self.has_told_answer = len(codec.encode(answer)) <= limits.MAX_TOLD_ANSWER_BYTES
         return answer if self.has_told_answer else None
 

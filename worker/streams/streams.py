@@ -144,8 +144,7 @@ class Streams:
     def drop(self, key: str, attempt: int, *, moved: bool = False) -> bool:
         """Ends an attempt and all earlier ones without a terminal.
 
-        Returns False if the attempt has sent a token or has ended, unless the request has `moved`, which means that
-        another worker continues it."""
+        Returns False if the attempt has sent a token or has ended, unless another worker continues it (`moved`)."""
         now, stream = time.monotonic(), self._streams.get(key)
         if stream is None:
             ended = self._ended.get(key, now)

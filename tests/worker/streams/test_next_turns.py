@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from tests.support.published import chunk_of
 from tests.worker.streams.test_copies import USAGE, stream
 from tokenbus.protocol.wire import block_hash, codec, internal, messages
 from tokenbus.protocol.wire.messages import ChatMessage
@@ -22,14 +23,14 @@ def answer_of(
     one: WorkerStream, text: str = "It is 2.", reason: messages.FinishReason = messages.FinishReason.STOP
 ) -> ChatMessage | None:
     """Ends a stream whose answer has a thought, a text and a call, in several outputs."""
-    one.chunk(engine_output.Output(token_ids=[1], reasoning="1 and 1 "))
-    one.chunk(engine_output.Output(token_ids=[2], reasoning="are 2."))
-    one.chunk(engine_output.Output(token_ids=[3], text=text[:3]))
-    one.chunk(engine_output.Output(token_ids=[4], tool_calls=[ToolCallPart(0, '{"a"', "c1", "f")]))
+    chunk_of(one, engine_output.Output(token_ids=[1], reasoning="1 and 1 "))
+    chunk_of(one, engine_output.Output(token_ids=[2], reasoning="are 2."))
+    chunk_of(one, engine_output.Output(token_ids=[3], text=text[:3]))
+    chunk_of(one, engine_output.Output(token_ids=[4], tool_calls=[ToolCallPart(0, '{"a"', "c1", "f")]))
     last = engine_output.Output(
         token_ids=[5], text=text[3:], tool_calls=[ToolCallPart(0, ": 1}", "", "")], finish_reason=reason, usage=USAGE
     )
-    terminal = one.chunk(last)
+    terminal = chunk_of(one, last)
     assert terminal is not None
     return one.end_report(terminal, tells_answer=True).answer
 
@@ -50,7 +51,7 @@ def test_no_answer_is_told_that_is_not_wanted_not_complete_too_long_or_without_r
     assert answer_of(stream("r", wants_answer=True), text="x" * 25_000) is None
     plain = stream("r", wants_answer=True)
     last = engine_output.Output(token_ids=[1], text="2", finish_reason=messages.FinishReason.STOP, usage=USAGE)
-    terminal = plain.chunk(last)
+    terminal = chunk_of(plain, last)
     assert terminal is not None
     assert plain.end_report(terminal, tells_answer=True).answer is None
     assert not plain.has_told_answer
