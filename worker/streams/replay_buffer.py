@@ -167,7 +167,7 @@ class ReplayBuffer:
         """The first token that can be published again."""
 
     def __repr__(self) -> str:
-        return f"<ReplayBuffer of {self.num_tokens} tokens, {self.text_bytes} bytes>"
+        return f"<ReplayBuffer of {self.num_tokens} tokens>"
 
     @property
     def num_tokens(self) -> int:
