@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, is_hypothesis_test, settings
 
 from tests.support import zygote
+from tokenbus.worker.engine.gguf import waiting
 
 gc.disable()  # until all tests are collected: none of what they import is garbage
 
@@ -35,6 +36,9 @@ for _number, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.S
 
 # Systems of several tests run at a time, and engines that share a core only wait for each other's threads.
 os.environ.setdefault("TOKENBUS_THREADS", "1")
+
+# Engines get these, which OpenMP reads when it is loaded: where the zygotes don't have them, each engine is executed.
+os.environ.update(waiting.VARIABLES)
 
 zygote.install()
 
