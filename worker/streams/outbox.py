@@ -18,6 +18,10 @@ from tokenbus.worker.contract import engine_output
 from tokenbus.worker.streams.request_telemetry import StreamTelemetry, has_failed
 from tokenbus.worker.streams.stream import WorkerStream
 
+_AT_ONCE_BYTES = 2 * 1024 * 1024
+"""No more of one stream is published at once: a client may ask for all of a long one again, with log probabilities.
+An open stream continues with the next step or tick, an ended one when its client asks for the rest."""
+
 
 class Outbox:
     """Publishes the streams of one worker, those that have changed at the end of each step."""
@@ -71,8 +75,8 @@ class Outbox:
             self.put_head(stream, now)
             self.flush()
             return
-        chunks, outgoing = self._make(stream)
-        with contextlib.suppress(OutboundBufferLimitError):  # its client will ask for it again
+        chunks, outgoing, _ = self._make(stream)
+        with contextlib.suppress(OutboundBufferLimitError):  # its client will ask for it again, and for what is left
             self._connection.publish_all(outgoing)
         stream.flushed(chunks)
 
@@ -97,6 +101,7 @@ class Outbox:
         sampled: list[SampledTokens] = []
         outgoing: list[Outgoing] = []
         made: list[tuple[WorkerStream, Sequence[messages.Chunk]]] = []
+        unfinished: dict[WorkerStream, None] = {}
         ended: list[tuple[WorkerStream, messages.Chunk, int]] = []
         room_bytes = self.room_bytes
         for stream in self._changed:
@@ -105,8 +110,10 @@ class Outbox:
                 outgoing.append(_to_message(stream, plain, 0))
                 chunks = (plain,)
             elif stream.hold is None:
-                chunks, some = self._make(stream)
+                chunks, some, is_whole = self._make(stream)
                 outgoing += some
+                if not is_whole:
+                    unfinished[stream] = None
                 if chunks and chunks[-1].finish_reason is not None:
                     ended.append((stream, chunks[-1], len(some[-1].payload)))
             stream.announce(sampled)  # last: a stream whose chunks can't be made has ended
@@ -118,38 +125,41 @@ class Outbox:
             ends = Ends([stream.key for stream, *_ in ended], failed, reports)
         if not self._announcer.publish_step(sampled, outgoing, ends):
             return False
-        self._changed = {}
+        self._changed = unfinished
         for stream, chunks in made:
             stream.flushed(chunks)
         for stream, terminal, terminal_bytes in ended:
             self._telemetry.finished(stream, terminal)
             self.on_ended(stream, terminal_bytes)
-        return True
+        return not self._changed
 
     @property
     def room_bytes(self) -> int:
         """The largest payload that the current broker accepts."""
         return self._connection.max_payload - limits.MESSAGE_RESERVE_BYTES
 
-    def _make(self, stream: WorkerStream) -> tuple[list[messages.Chunk], list[Outgoing]]:
-        """Returns the chunks with what a stream's client lacks, and the messages that carry them. If one can't be made,
-        or would not fit, an error is the last one."""
+    def _make(self, stream: WorkerStream) -> tuple[list[messages.Chunk], list[Outgoing], bool]:
+        """Returns the chunks with what a stream's client lacks, the messages that carry them, and whether that is all,
+        not just as much as is published at once. If one can't be made, or would not fit, an error is the last one."""
         chunks: list[messages.Chunk] = []
         outgoing: list[Outgoing] = []
-        room_bytes = self.room_bytes
+        room_bytes, left_bytes = self.room_bytes, _AT_ONCE_BYTES
         try:
             for chunk in stream.unpublished(room_bytes):
                 message = _to_message(stream, chunk, len(chunks))
                 if len(message.payload) > room_bytes:
                     chunk = stream.too_large(chunk)
-                    return [*chunks, chunk], [*outgoing, _to_message(stream, chunk, len(chunks))]
+                    return [*chunks, chunk], [*outgoing, _to_message(stream, chunk, len(chunks))], True
+                if left_bytes <= 0:
+                    return chunks, outgoing, False
                 chunks.append(chunk)
                 outgoing.append(message)
+                left_bytes -= len(message.payload)
         except Exception:  # outermost frame of a stream: in any case, its client gets a terminal
             self._telemetry.failed(stream)
             terminal = stream.fail()
-            return [terminal], [_to_message(stream, terminal, 0)]
-        return chunks, outgoing
+            return [terminal], [_to_message(stream, terminal, 0)], True
+        return chunks, outgoing, True
 
 
 def _to_message(stream: WorkerStream, chunk: messages.Chunk, ahead: int) -> Outgoing:

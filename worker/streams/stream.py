@@ -10,7 +10,7 @@ message, moves `published` back, and nothing else: what is published again is ma
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -355,16 +355,16 @@ class WorkerStream:
             rate_limits=codec.unset_if_none(self.run.rate_limits),
         )
 
-    def flushed(self, chunks: Iterable[messages.Chunk]) -> None:
-        """Notes that its tokens are in the event log, and unless it is held, that its client has what it lacked, in
-        these chunks."""
+    def flushed(self, chunks: Sequence[messages.Chunk]) -> None:
+        """Notes that its tokens are in the event log, and that these chunks were published."""
         self.announced = len(self._replay_buffer.token_ids)
-        if self.hold is None:
-            self.published, self._head = self.announced, None
-            if self._prompt_scores is not None:
-                self._prompt_published = max(self._prompt_published, self._prompt_scores.end)
-            for chunk in chunks:
-                self.marks.sent(chunk)
+        for chunk in chunks:
+            self._head = None
+            self.marks.sent(chunk)
+            if chunk.prompt_logprobs:
+                self._prompt_published = (chunk.prompt_offset or 0) + len(chunk.prompt_logprobs)
+            else:
+                self.published = max(self.published, chunk.offset + chunk.tokens)
 
     def lacks(self, offset: int, prompt_offset: int | None) -> None:
         """Notes that its client lacks the tokens from `offset` on, and the log probabilities of its prompt from

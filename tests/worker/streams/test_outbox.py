@@ -14,7 +14,7 @@ from tokenbus.protocol.wire.params import GenerationParams
 from tokenbus.worker.broker.announcer import Announcer
 from tokenbus.worker.broker.replica_state import Serving
 from tokenbus.worker.contract import engine_output
-from tokenbus.worker.streams import replay_buffer
+from tokenbus.worker.streams import outbox, replay_buffer
 from tokenbus.worker.streams.holds import Hold
 from tokenbus.worker.streams.outbox import Outbox
 from tokenbus.worker.streams.request_telemetry import StreamTelemetry
@@ -423,6 +423,28 @@ async def test_a_replay_has_what_was_still_to_be_published() -> None:
     assert [(chunk.offset, chunk.text) for chunk in chunks_in(published)] == [(0, "ab")]
     assert [(again.offset, again.text) for again in sender.replay(one, 1)] == [(1, "b")]
     assert [(again.offset, again.text) for again in sender.replay(one, 2)] == [(2, "")]
+
+
+async def test_a_long_stream_is_published_again_in_turns_and_others_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outbox, "_AT_ONCE_BYTES", 1)
+    sender, one, other = Sender(max_payload=limits.MESSAGE_RESERVE_BYTES + 700), stream("r1", 1), stream("r2", 2)
+    words = [f"word {number} " * 4 for number in range(9)]
+    for text in words:
+        sender.put(one, output(text))
+        sender.flush()
+    seen = sender.replay(one)
+    assert len(seen) == 1
+    sender.put(other, output("o"))
+    sender.put(one, output("the end", last=True))
+    while published := sender.flush():
+        seen += chunks_in(published)
+    assert "".join(chunk.text for chunk in seen if chunk.id == "r1") == "".join(words) + "the end"
+    assert [chunk.id for chunk in seen].index("r2") <= 3
+    assert seen[-1].finish_reason is messages.FinishReason.LENGTH
+    assert sender.ended == [one]
+    again = sender.replay(one)
+    again += sender.replay(one, again[-1].offset + again[-1].tokens)
+    assert "".join(words).startswith("".join(chunk.text for chunk in again))
 
 
 async def test_nothing_is_replayed_while_chunks_wait() -> None:
