@@ -8,9 +8,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import structlog
 from hypothesis import HealthCheck, is_hypothesis_test, settings
 
 from tests.support import zygote
+from tokenbus.protocol import late_logger
 from tokenbus.worker.engine.gguf import waiting
 
 gc.disable()  # until all tests are collected: none of what they import is garbage
@@ -48,6 +50,13 @@ def executed() -> Iterator[None]:
     """Lets a test start processes as users do, by executing Python."""
     with zygote.uninstalled():
         yield
+
+
+def pytest_runtest_teardown() -> None:
+    """Leaves no test's logs as a command has configured them in this process."""
+    late_logger.configure_first(None)
+    if structlog.is_configured():
+        structlog.reset_defaults()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
