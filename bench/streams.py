@@ -10,7 +10,7 @@ import msgspec
 
 from bench import system
 from tokenbus.client.wire.wire_client import WireClient
-from tokenbus.protocol.wire import messages
+from tokenbus.protocol.wire import codec, messages
 
 
 class Complete(Protocol):
@@ -51,6 +51,19 @@ async def chunks(client: WireClient, request: messages.GenerateRequest) -> Async
         if chunk.error:
             raise SystemExit(f"the system refused: {chunk.error.message}")
         yield chunk
+
+
+async def say(
+    client: WireClient, request: messages.GenerateRequest, turns: list[messages.ChatMessage]
+) -> messages.Usage:
+    """Sends a conversation as a request asks, and appends the model's answer to it, without its reasoning."""
+    text, usage = "", None
+    async for chunk in chunks(client, codec.replace(request, messages=list(turns))):
+        text += chunk.text
+        usage = chunk.usage if isinstance(chunk.usage, messages.Usage) else usage
+    assert usage is not None
+    turns.append(messages.ChatMessage(role="assistant", content=text))
+    return usage
 
 
 async def drain(client: WireClient, request: messages.GenerateRequest) -> None:

@@ -9,23 +9,11 @@ import asyncio
 import random
 
 from bench import flags, streams, system
-from tokenbus.client.wire.wire_client import WireClient
 from tokenbus.demo import MODEL_PATH
 from tokenbus.protocol.wire import messages
 
+_ASKED = messages.GenerateRequest(max_tokens=24, temperature=0)
 _WORDS = ("the", "fox", "went", "over", "a", "hill", "and", "saw", "some", "blue", "birds", "sing", "at", "night")
-
-
-async def say(client: WireClient, turns: list[messages.ChatMessage]) -> messages.Usage:
-    """Sends a conversation and appends the model's answer to it."""
-    text, usage = "", None
-    request = messages.GenerateRequest(messages=list(turns), max_tokens=24, temperature=0)
-    async for chunk in streams.chunks(client, request):
-        text += chunk.text
-        usage = chunk.usage if isinstance(chunk.usage, messages.Usage) else usage
-    assert usage is not None
-    turns.append(messages.ChatMessage(role="assistant", content=text))
-    return usage
 
 
 async def measure(num_turns: int, num_others: int) -> None:
@@ -39,12 +27,12 @@ async def measure(num_turns: int, num_others: int) -> None:
         computed = new = before = 0
         for _ in range(num_turns):
             turns.append(words(20))
-            usage = await say(client, turns)
+            usage = await streams.say(client, _ASKED, turns)
             computed += usage.prompt_tokens - usage.cached_tokens
             new += usage.prompt_tokens - before
             before = usage.total_tokens
             for _ in range(num_others):
-                await say(client, [words(60)])
+                await streams.say(client, _ASKED, [words(60)])
     print(f"demo model, {num_turns} turns, {num_others} other conversations after each")
     print(f"  new prompt tokens        {new:6}")
     print(f"  computed prompt tokens   {computed:6}   {computed / new:.3f} of the new ones")

@@ -29,20 +29,9 @@ _NEIGHBOUR = tuple(10 + place % 90 for place in range(24))
 
 async def say(client: WireClient, turns: list[messages.ChatMessage], num_words: int) -> messages.Usage:
     """Sends a conversation and appends the model's answer to it, without its reasoning."""
-    text, usage = "", None
-    request = messages.GenerateRequest(
-        messages=list(turns),
-        chat_template_kwargs=_THINKING,
-        regex=f"([a-z]{{5}} ){{{num_words}}}[.]",
-        max_tokens=1_000,
-        temperature=0,
-    )
-    async for chunk in streams.chunks(client, request):
-        text += chunk.text
-        usage = chunk.usage if isinstance(chunk.usage, messages.Usage) else usage
-    assert usage is not None
-    turns.append(messages.ChatMessage(role="assistant", content=text))
-    return usage
+    words = f"([a-z]{{5}} ){{{num_words}}}[.]"
+    request = messages.GenerateRequest(chat_template_kwargs=_THINKING, regex=words, max_tokens=1_000, temperature=0)
+    return await streams.say(client, request, turns)
 
 
 async def count(client: WireClient, turns: Sequence[messages.ChatMessage]) -> int:

@@ -43,7 +43,7 @@ class Patience(NamedTuple):
 class Hold:
     """One stream that is held. Times are seconds of `protocol.bus.bus.lease_time`."""
 
-    __slots__ = (*("away_since", "begun_tokens", "is_blind", "probe_due_at", "probed_at", "reached_at", "since"),)
+    __slots__ = ("away_since", "begun_tokens", "is_blind", "probe_due_at", "probed_at", "reached_at", "since")
 
     def __init__(self, since: float, num_tokens: int, *, is_blind: bool) -> None:
         self.since = self.away_since = since
